@@ -1,0 +1,198 @@
+"""What was published and is not committed yet: merged, or spooled to disk.
+
+Nothing is ever dropped. With "merge" at most one item waits, holding everything since
+the last commit. With "spill" each waits on its own, all but the first on disk; past the
+spool's bound the newest two are merged.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from jdelta.errors import BucketUnavailableError
+from jdelta.wire.changes import Changes, merge
+
+WhenBehind = Literal["merge", "spill"]
+
+
+@dataclasses.dataclass(kw_only=True)
+class Item:
+    """One version to be: changes since the one before, or whole weights.
+
+    Attributes:
+        changes: Changes by tensor; None for whole weights.
+        whole: Flat bits by tensor; None for changes.
+        step: The trainer's step.
+        handed: When it (the first part of it) was handed over, `time.perf_counter`.
+        copy_seconds: Time from the device being ready to the bytes being ours.
+        merged: How many published deltas it holds.
+    """
+
+    changes: dict[str, Changes] | None
+    whole: dict[str, np.ndarray] | None
+    step: int | None
+    handed: float = dataclasses.field(default_factory=time.perf_counter)
+    copy_seconds: float = 0.0
+    merged: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory it takes."""
+        if self.whole is not None:
+            return sum(bits.nbytes for bits in self.whole.values())
+        return sum(array.nbytes for c in (self.changes or {}).values() for array in c)
+
+
+def join(first: Item, second: Item) -> Item:
+    """One item equal to `first` then `second`. May reuse the memory of both."""
+    if second.whole is not None:
+        changes, whole = None, second.whole
+    elif first.whole is not None:
+        changes, whole = None, first.whole
+        for name, later in (second.changes or {}).items():
+            if not whole[name].flags.writeable:  # lent by JAX
+                whole[name] = whole[name].copy()
+            whole[name][later.positions] = later.new
+    else:
+        changes, whole = dict(first.changes or {}), None
+        for name, later in (second.changes or {}).items():
+            earlier = changes.get(name)
+            both = later if earlier is None else merge(earlier, later)
+            if len(both.positions):
+                changes[name] = both
+            else:
+                changes.pop(name, None)
+    return Item(
+        changes=changes,
+        whole=whole,
+        step=second.step,
+        handed=first.handed,
+        copy_seconds=first.copy_seconds + second.copy_seconds,
+        merged=first.merged + second.merged,
+    )
+
+
+class Backlog:
+    """Items waiting for the commit thread. Thread-safe: merging holds up nobody else.
+
+    Args:
+        when_behind: "merge" or "spill".
+        spool: Folder for spilled items; None makes a temporary one when needed.
+        spool_bytes: Bound on the spool.
+    """
+
+    def __init__(self, when_behind: WhenBehind, spool: Path | None, spool_bytes: int):
+        """Starts empty; touches the disk only when something is spilled."""
+        if when_behind not in ("merge", "spill"):
+            raise ValueError(
+                f"when_behind must be 'merge' or 'spill', got {when_behind!r}"
+            )
+        self._spill = when_behind == "spill"
+        self._parent = spool
+        self._folder: Path | None = None
+        self._bound = spool_bytes
+        self._spooled = 0
+        self._items: deque[Item | Path] = deque()
+        self._serial = 0
+        self._lock = threading.Lock()
+
+    def __len__(self) -> int:
+        """How many versions wait."""
+        return len(self._items)
+
+    def push(self, item: Item) -> bool:
+        """Adds an item; returns whether it was merged into the one before."""
+        with self._lock:
+            if not self._items:
+                self._items.append(item)
+                return False
+            if self._spill and self._spooled + item.nbytes <= self._bound:
+                self._items.append(self._save(item))
+                return False
+            self._items[-1] = join(self._load(self._items[-1]), item)
+            return True
+
+    def pop(self) -> Item:
+        """Takes the oldest item."""
+        with self._lock:
+            item = self._load(self._items[0])
+            self._items.popleft()
+            return item
+
+    def close(self) -> None:
+        """Removes the spool."""
+        with self._lock:
+            self._items.clear()
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+                self._folder = None
+
+    def _save(self, item: Item) -> Path:
+        if self._folder is None:
+            if self._parent is not None:
+                self._parent.mkdir(parents=True, exist_ok=True)
+            self._folder = Path(
+                tempfile.mkdtemp(prefix="jdelta-spool-", dir=self._parent)
+            )
+        arrays: dict[str, np.ndarray] = {}
+        names = list(item.whole if item.whole is not None else item.changes or {})
+        for i, name in enumerate(names):
+            if item.whole is not None:
+                arrays[f"w{i}"] = item.whole[name]
+            elif item.changes is not None:
+                for field, array in item.changes[name]._asdict().items():
+                    arrays[f"{field}{i}"] = array
+        self._serial += 1
+        path = self._folder / f"{self._serial:010d}.npz"
+        try:
+            np.savez(
+                path,
+                names=np.array(names, dtype=np.str_),
+                whole=np.array(item.whole is not None),
+                step=np.array([] if item.step is None else [item.step], np.int64),
+                clock=np.array([item.handed, item.copy_seconds]),
+                merged=np.array(item.merged),
+                **arrays,  # type: ignore[arg-type]
+            )
+        except OSError as error:
+            path.unlink(missing_ok=True)
+            raise BucketUnavailableError(
+                f"the spool {self._folder} cannot be written: {error.strerror}"
+            ) from error
+        self._spooled += path.stat().st_size
+        return path
+
+    def _load(self, item: Item | Path) -> Item:
+        if isinstance(item, Item):
+            return item
+        with np.load(item, allow_pickle=False) as z:
+            names = [str(name) for name in z["names"]]
+            is_whole = bool(z["whole"])
+            changes = whole = None
+            if is_whole:
+                whole = {name: z[f"w{i}"] for i, name in enumerate(names)}
+            else:
+                changes = {
+                    name: Changes(*(z[f"{f}{i}"] for f in Changes._fields))
+                    for i, name in enumerate(names)
+                }
+            loaded = Item(
+                changes=changes,
+                whole=whole,
+                step=int(z["step"][0]) if len(z["step"]) else None,
+                handed=float(z["clock"][0]),
+                copy_seconds=float(z["clock"][1]),
+                merged=int(z["merged"]),
+            )
+        self._spooled -= item.stat().st_size
+        item.unlink()
+        return loaded

@@ -1,0 +1,172 @@
+"""Making a version's objects and manifest out of host bytes."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from jdelta.bucket import Bucket
+from jdelta.stream.chain import sha256_hex
+from jdelta.stream.commit import Attempt
+from jdelta.stream.fetch import parallel
+from jdelta.wire import delta_object, digest, names
+from jdelta.wire.anchor import write_anchor
+from jdelta.wire.changes import Changes
+from jdelta.wire.dtypes import TensorSpec
+from jdelta.wire.manifest import Manifest, ObjectRef, TensorEntry, VersionId
+from jdelta.wire.tensor import encode_tensor
+
+# Encoding takes half the cores: the other half belongs to the trainer.
+_SHARE = 0.5
+
+# Objects are made in memory; a large delta is cut into several.
+MAX_DELTA_OBJECT_BYTES = 64 << 20
+
+
+def full_digests(bits: Mapping[str, np.ndarray]) -> dict[str, int]:
+    """Every tensor's digest over its whole weights."""
+    found = parallel(lambda name: digest.full(bits[name]), bits, share=_SHARE)
+    return dict(zip(bits, found, strict=True))
+
+
+def encode_delta(
+    changes: Mapping[str, Changes],
+    specs: Mapping[str, TensorSpec],
+    base: Manifest,
+    vid: VersionId,
+    step: int | None,
+) -> Attempt:
+    """A delta on `base`: its digests follow from the base's in O(changed)."""
+    encoded = dict(
+        zip(
+            changes,
+            parallel(
+                lambda name: encode_tensor(specs[name], changes[name]),
+                changes,
+                share=_SHARE,
+            ),
+            strict=True,
+        )
+    )
+    groups: list[dict] = []
+    room = 0
+    for name, tensor in encoded.items():
+        if not groups or room < len(tensor.payload):
+            groups.append({})
+            room = MAX_DELTA_OBJECT_BYTES
+        groups[-1][name] = tensor
+        room -= len(tensor.payload)
+    objects, refs, where = [], [], {}
+    for index, group in enumerate(groups):
+        name = names.delta_name(vid.epoch, vid.version, index)
+        data = delta_object.pack(
+            group, {"version": str(vid.version), "base": str(base.version)}
+        )
+        objects.append((name, data))
+        refs.append(ObjectRef(name=name, size=len(data), sha256=sha256_hex(data)))
+        where.update(dict.fromkeys(group, index))
+    tensors = {}
+    for name, entry in base.tensors.items():
+        tensor = encoded.get(name)
+        tensors[name] = TensorEntry(
+            dtype=entry.dtype,
+            shape=entry.shape,
+            changed=0 if tensor is None else tensor.changed,
+            digest=entry.digest
+            if tensor is None
+            else digest.add(entry.digest, tensor.digest_delta),
+            object=where.get(name),
+        )
+    manifest = Manifest(
+        run=base.run,
+        epoch=vid.epoch,
+        version=vid.version,
+        kind="delta",
+        base=base.id,
+        step=step,
+        created=time.time(),
+        codec="fast",
+        objects=tuple(refs),
+        tensors=tensors,
+    )
+    return Attempt(
+        manifest=manifest,
+        document=manifest.to_json(),
+        objects=objects,
+        name=names.manifest_name(vid.epoch, vid.version),
+    )
+
+
+@contextlib.contextmanager
+def encode_anchor(
+    bits: Mapping[str, np.ndarray],
+    specs: Mapping[str, TensorSpec],
+    digests: Mapping[str, int],
+    bucket: Bucket,
+    *,
+    run: str,
+    vid: VersionId,
+    step: int | None,
+    alternate: bool = False,
+) -> Iterator[Attempt]:
+    """An anchor's files, in scratch space that is removed at the end.
+
+    Args:
+        bits: Flat bits by tensor.
+        specs: Their names, dtypes and shapes.
+        digests: Their digests.
+        bucket: Gives the scratch space where it can, so that files need no copy.
+        run: The run's id.
+        vid: The version it holds.
+        step: The trainer's step of that version.
+        alternate: It is made later, for a version committed as a delta.
+    """
+    folder = names.anchor_folder(vid.epoch, vid.version, alternate=alternate)
+    scratch = Path(tempfile.mkdtemp(prefix="jdelta-anchor-", dir=bucket.scratch()))
+    try:
+        files = write_anchor(((specs[name], bits[name]) for name in specs), scratch)
+        objects = [(f"{folder}/{file.path.name}", file.path) for file in files]
+        refs = tuple(
+            ObjectRef(name=name, size=file.size, sha256=file.sha256)
+            for (name, _), file in zip(objects, files, strict=True)
+        )
+        where = {
+            name: index for index, file in enumerate(files) for name in file.tensors
+        }
+        manifest = Manifest(
+            run=run,
+            epoch=vid.epoch,
+            version=vid.version,
+            kind="anchor",
+            base=None,
+            step=step,
+            created=time.time(),
+            codec="raw",
+            objects=refs,
+            tensors={
+                name: TensorEntry(
+                    dtype=spec.dtype,
+                    shape=spec.shape,
+                    changed=spec.size,
+                    digest=digests[name],
+                    object=where[name],
+                )
+                for name, spec in specs.items()
+            },
+        )
+        yield Attempt(
+            manifest=manifest,
+            document=manifest.to_json(),
+            objects=list(objects),
+            name=names.manifest_name(
+                vid.epoch, vid.version, alternate="anchor" if alternate else None
+            ),
+        )
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

@@ -1,0 +1,220 @@
+"""Reading a version's objects: fetched, checked against the manifest, decoded.
+
+Nothing here touches weights in use: what it returns is proved as far as the objects
+alone can prove it (sizes, hashes, bounds, order, counts, digest arithmetic).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+import numpy as np
+
+from jdelta.bucket import Bucket
+from jdelta.errors import CorruptError, FormatError, ObjectNotFoundError, TreeError
+from jdelta.stream.chain import sha256_hex
+from jdelta.wire import anchor as anchor_format
+from jdelta.wire import delta_object, digest
+from jdelta.wire.changes import Steps
+from jdelta.wire.dtypes import TensorSpec, bits_dtype
+from jdelta.wire.manifest import Manifest, ObjectRef
+from jdelta.wire.tensor import decode_tensor
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+class Meter:
+    """Seconds by stage and bytes by kind, of one thread."""
+
+    def __init__(self) -> None:
+        """Starts at zero."""
+        self.times: dict[str, float] = {}
+        self.bytes: dict[str, int] = {}
+
+    def lap(self, stage: str, start: float) -> float:
+        """Adds the time since `start` to `stage`; returns the time now."""
+        now = time.perf_counter()
+        self.times[stage] = self.times.get(stage, 0.0) + now - start
+        return now
+
+    def count(self, kind: str, size: int) -> None:
+        """Adds `size` bytes to `kind`."""
+        self.bytes[kind] = self.bytes.get(kind, 0) + size
+
+
+def parallel(
+    function: Callable[[_T], _R], items: Iterable[_T], *, share: float = 1.0
+) -> list[_R]:
+    """`function` over `items` on a `share` of the cores, at most 8.
+
+    Meant for loops that release the GIL (NumPy, zstd, hashing, reads).
+    """
+    items = list(items)
+    workers = min(len(items), max(1, int(share * (os.cpu_count() or 1))), 8)
+    if workers <= 1:
+        return [function(item) for item in items]
+    with concurrent.futures.ThreadPoolExecutor(workers, "jdelta") as pool:
+        return list(pool.map(function, items))
+
+
+def fetch_object(bucket: Bucket, ref: ObjectRef, meter: Meter, kind: str) -> bytes:
+    """An object's bytes, equal to what the manifest promises.
+
+    Raises:
+        CorruptError: missing, or of another size or hash.
+    """
+    start = time.perf_counter()
+    try:
+        data = bucket.get(ref.name, max_bytes=ref.size)
+    except ObjectNotFoundError:
+        raise CorruptError(
+            f"{ref.name} is missing from {bucket.url}, though a manifest lists it"
+        ) from None
+    start = meter.lap("fetch", start)
+    meter.count(kind, len(data))
+    if len(data) != ref.size or sha256_hex(data) != ref.sha256:
+        raise CorruptError(
+            f"{ref.name} in {bucket.url} has {len(data)} bytes and SHA-256 "
+            f"{sha256_hex(data)[:16]}…, its manifest promises {ref.size} bytes and "
+            f"{ref.sha256[:16]}…"
+        )
+    meter.lap("verify", start)
+    return data
+
+
+def fetch_delta(
+    bucket: Bucket, manifest: Manifest, base: Manifest, meter: Meter
+) -> dict[str, Steps]:
+    """A delta's steps by tensor, consistent with the digests of both its ends.
+
+    Args:
+        bucket: Where the objects are.
+        manifest: The delta's manifest.
+        base: The manifest of the version it is based on.
+        meter: Takes the times and the bytes.
+
+    Raises:
+        CorruptError: an object or a tensor does not match its manifest.
+        FormatError: a payload does not follow the format.
+    """
+    if manifest.kind != "delta" or manifest.base != base.id:
+        raise FormatError(
+            f"version {manifest.version} ({manifest.kind}) is based on "
+            f"{manifest.base}, not on {base.id}"
+        )
+    _same_tensors(manifest, base)
+    payloads: dict[str, tuple[TensorSpec, memoryview, int]] = {}
+    specs = manifest.specs()
+    for index, ref in enumerate(manifest.objects):
+        listed = [
+            name
+            for name, entry in manifest.tensors.items()
+            if entry.changed and entry.object == index
+        ]
+        data = fetch_object(bucket, ref, meter, "delta")
+        for name, payload in delta_object.unpack(data, listed).items():
+            payloads[name] = (specs[name], payload, manifest.tensors[name].changed)
+    start = time.perf_counter()
+    decoded = parallel(lambda item: decode_tensor(*item), payloads.values())
+    meter.lap("decode", start)
+    steps = dict(zip(payloads, decoded, strict=True))
+    for name, entry in manifest.tensors.items():
+        before = base.tensors[name].digest
+        moved = steps[name].digest_delta if name in steps else 0
+        if digest.add(before, moved) != entry.digest:
+            raise CorruptError(
+                f"version {manifest.version}: the delta of {name!r} leads to digest "
+                f"{digest.add(before, moved):016x}, its manifest promises "
+                f"{entry.digest:016x}"
+            )
+    return steps
+
+
+def read_anchor(
+    bucket: Bucket, manifest: Manifest, meter: Meter
+) -> dict[str, np.ndarray]:
+    """An anchor's weights as flat bits by tensor, read and hashed in one pass.
+
+    Raises:
+        CorruptError: an object is missing or does not match its manifest.
+        FormatError: an object is not the safetensors file expected.
+    """
+    specs = manifest.specs()
+    promised = sum(spec.nbytes for spec in specs.values())
+    sizes = 0
+    for ref in manifest.objects:
+        try:
+            size = bucket.stat(ref.name).size
+        except ObjectNotFoundError:
+            raise CorruptError(
+                f"{ref.name} is missing from {bucket.url}, though a manifest lists it"
+            ) from None
+        if size != ref.size:
+            raise CorruptError(
+                f"{ref.name} has {size} bytes, its manifest promises {ref.size}"
+            )
+        sizes += size
+    if promised > sizes:
+        raise CorruptError(
+            f"the anchor of version {manifest.version} promises {promised} bytes of "
+            f"weights in objects of {sizes} bytes"
+        )
+    start = time.perf_counter()
+    weights = {
+        name: np.empty(spec.size, bits_dtype(spec.dtype))
+        for name, spec in specs.items()
+    }
+
+    def read(item: tuple[int, ObjectRef]) -> None:
+        index, ref = item
+        listed = {
+            name: specs[name]
+            for name, entry in manifest.tensors.items()
+            if entry.object == index
+        }
+        with bucket.open(ref.name) as stream:
+            anchor_format.read_anchor_object(stream, ref, listed, weights.__getitem__)
+
+    shards = [
+        (index, ref)
+        for index, ref in enumerate(manifest.objects)
+        if ref.name.endswith(".safetensors")
+    ]
+    parallel(read, shards)
+    meter.lap("fetch", start)
+    meter.count("anchor", sizes)
+    return weights
+
+
+def prove(weights: Mapping[str, np.ndarray], manifest: Manifest, meter: Meter) -> None:
+    """Recomputes every tensor's digest over the whole weights.
+
+    Raises:
+        CorruptError: a tensor is not what the manifest promises.
+    """
+    start = time.perf_counter()
+
+    def check(name: str) -> tuple[str, int]:
+        return name, digest.full(weights[name])
+
+    for name, found in parallel(check, manifest.tensors):
+        expected = manifest.tensors[name].digest
+        if found != expected:
+            raise CorruptError(
+                f"version {manifest.version}: {name!r} has digest {found:016x}, its "
+                f"manifest promises {expected:016x}"
+            )
+    meter.lap("verify", start)
+
+
+def _same_tensors(manifest: Manifest, base: Manifest) -> None:
+    if manifest.specs() != base.specs():
+        raise TreeError(
+            f"version {manifest.version} has other tensors than its base version "
+            f"{base.version}: names, dtypes and shapes may only change at an anchor"
+        )

@@ -1,0 +1,115 @@
+"""The trainer's side of the hand-over: trees and deltas become host bytes.
+
+The NumPy forms work without JAX: a tree is then a dict of arrays, a delta a dict of
+`jdelta.wire.Changes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from jdelta.errors import TreeError
+from jdelta.stream.update import is_jax_tree
+from jdelta.wire.bits import to_bits
+from jdelta.wire.changes import Changes
+from jdelta.wire.dtypes import TensorSpec, tensor_spec
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """A tree's leaves by published name.
+
+    Raises:
+        TreeError: not a tree of arrays, or two leaves have one name.
+    """
+    if isinstance(tree, Mapping) and all(
+        isinstance(k, str) and isinstance(v, np.ndarray) for k, v in tree.items()
+    ):
+        return dict(tree)
+    from jdelta.delta import leaf_names
+
+    import jax  # isort: skip
+
+    leaves = jax.tree.leaves(tree)
+    return dict(zip(leaf_names(tree), leaves, strict=True))
+
+
+def specs_of(leaves: Mapping[str, Any]) -> dict[str, TensorSpec]:
+    """Name, dtype and shape of every leaf.
+
+    Raises:
+        TreeError: a leaf is not an array of a dtype safetensors can hold.
+    """
+    if not leaves:
+        raise TreeError("nothing to publish: the tree has no arrays")
+    return {name: tensor_spec(name, leaf) for name, leaf in leaves.items()}
+
+
+def device_copy(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies that a later donation cannot reach; JAX arrays are copied on the device.
+
+    Dispatches and returns: the copies are ready when the device gets there.
+    """
+    if is_jax_tree(list(leaves.values())):
+        import jax.numpy as jnp
+
+        return {name: jnp.array(leaf, copy=True) for name, leaf in leaves.items()}
+    return {name: np.array(leaf, order="C") for name, leaf in leaves.items()}
+
+
+def host_bits(leaves: dict[str, Any]) -> dict[str, np.ndarray]:
+    """Leaves as flat bits in host memory; empties `leaves` as it goes.
+
+    Blocks until the leaves are computed. Where JAX lends its own memory (CPU), the
+    bits are a view of the copy made by `device_copy`, which nobody donates.
+    """
+    bits = {}
+    for name in list(leaves):
+        bits[name] = to_bits(np.asarray(leaves.pop(name)))
+    return bits
+
+
+def snapshot(leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Leaves as flat bits in host memory of our own, leaf by leaf. Blocks."""
+    return {name: to_bits(np.array(leaf, order="C")) for name, leaf in leaves.items()}
+
+
+def delta_tree(delta: Any) -> dict[str, TensorSpec] | None:
+    """The tree a delta was made for, by name; None for a dict of `Changes`."""
+    if isinstance(delta, Mapping):
+        return None
+    return {leaf.name: tensor_spec(leaf.name, leaf) for leaf in delta.spec}
+
+
+def check_delta(delta: Any, specs: Mapping[str, TensorSpec]) -> None:
+    """Raises TreeError unless `delta` is a delta of the published tree."""
+    tree = delta_tree(delta)
+    if tree is None:
+        for name, changes in delta.items():
+            if name not in specs or not isinstance(changes, Changes):
+                raise TreeError(
+                    f"{name!r}: expected Changes of a published tensor, got "
+                    f"{type(changes).__name__}"
+                )
+        return
+    for name in tree.keys() | specs.keys():
+        if tree.get(name) != specs.get(name):
+            raise TreeError(
+                f"{name!r}: the delta has {tree.get(name) or 'no such tensor'}, the "
+                f"publisher was opened with {specs.get(name) or 'no such tensor'}: open "
+                "it with the published tree (jdelta.published(opt_state) for a wrapped "
+                "optimizer)"
+            )
+
+
+def to_changes(delta: Any) -> dict[str, Changes]:
+    """A delta's changes on the host. Blocks until they are computed.
+
+    Raises:
+        DeltaOverflowError: the delta's capacity did not hold them.
+    """
+    if isinstance(delta, Mapping):
+        return {name: c for name, c in delta.items() if len(c.positions)}
+    return {name: Changes(*arrays) for name, arrays in delta.to_host().items()}

@@ -1,0 +1,299 @@
+"""The reading end: restore a version, then follow the newest one."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jdelta.bucket import Bucket, open_bucket
+from jdelta.errors import (
+    BucketUnavailableError,
+    JDeltaError,
+    WaitTimeoutError,
+)
+from jdelta.stream.chain import Chain
+from jdelta.stream.fetch import Meter
+from jdelta.stream.rebuild import rebuild, resolve, shaped
+from jdelta.stream.records import ReaderStats
+from jdelta.stream.stager import Staged, Stager
+from jdelta.stream.update import Update
+from jdelta.wire import names
+from jdelta.wire.changes import Steps, compose
+from jdelta.wire.control import ReaderStatus
+from jdelta.wire.manifest import VersionId
+
+_log = logging.getLogger(__name__)
+
+
+class Subscriber:
+    """Follows a run: bit-identical weights, moments after they are committed.
+
+    Args:
+        source: The run's URL (a path, `file://`, `memory://`) or a bucket.
+        name: If given, the version held is written to the bucket under this name after
+            each update (best effort: a reader without write permission goes unseen).
+        poll: Seconds between looks at the bucket.
+
+    Thread-safe, except that one `updates` iterator is active at a time. Collective: no.
+
+    Example:
+        >>> sub = jdelta.Subscriber("/data/run")              # doctest: +SKIP
+        >>> params = sub.restore()                            # doctest: +SKIP
+        >>> for update in sub.updates():                      # doctest: +SKIP
+        ...     params = update.apply(params)
+    """
+
+    def __init__(
+        self, source: Bucket | str, *, name: str | None = None, poll: float = 0.1
+    ):
+        """Opens the bucket; reads nothing yet."""
+        self._bucket = open_bucket(source) if isinstance(source, str) else source
+        self._status_name = None if name is None else names.reader_name(name)
+        self._name = name
+        self._poll = poll
+        self._chain = Chain(self._bucket)
+        self._lock = threading.RLock()
+        self._held: VersionId | None = None
+        self._stager: Stager | None = None
+        self._meter = Meter()
+        self._updates = 0
+        self._healed = 0
+
+    # -- looking
+
+    @property
+    def version(self) -> int | None:
+        """The version held: the last one restored or applied; None if torn or none."""
+        return None if self._held is None else self._held.version
+
+    def latest(self) -> int | None:
+        """The newest committed version in the bucket, or None before the first."""
+        with self._lock:
+            tip = self._chain.latest(self._held)
+        return None if tip is None else tip.version
+
+    def wait_for(self, version: int, timeout: float = 60.0) -> int:
+        """Blocks until `version` or a newer one is committed; returns the newest.
+
+        Args:
+            version: The version waited for.
+            timeout: Seconds.
+
+        Raises:
+            WaitTimeoutError: it did not appear in time.
+        """
+        deadline = time.monotonic() + timeout
+        trouble = None
+        while True:
+            newest = None
+            try:
+                newest = self.latest()
+                trouble = None
+            except BucketUnavailableError as error:
+                trouble = error
+            if newest is not None and newest >= version:
+                return newest
+            left = deadline - time.monotonic()
+            if left <= 0:
+                seen = "no version" if newest is None else f"version {newest}"
+                raise WaitTimeoutError(
+                    f"{self._bucket.url} did not reach version {version} within "
+                    f"{timeout:g} s: it holds {seen}"
+                    + (f" ({trouble})" if trouble else "")
+                )
+            time.sleep(min(self._poll, left))
+
+    # -- restoring
+
+    def restore(
+        self, version: int | None = None, *, like: Any = None, timeout: float = 60.0
+    ) -> Any:
+        """Rebuilds and proves a version, and holds it.
+
+        Args:
+            version: The version wanted. None: the newest that sound objects lead to.
+            like: A JAX tree of arrays or `jax.ShapeDtypeStruct` with the published
+                names, dtypes and shapes; a struct's `sharding` says where to put the
+                array. None: a dict of NumPy arrays.
+            timeout: Seconds to wait for the version to be committed.
+
+        Returns:
+            `dict[str, numpy.ndarray]`, or a tree of `jax.Array` shaped like `like`.
+
+        Raises:
+            WaitTimeoutError: nothing was committed in time.
+            VersionNotFoundError: the version was removed.
+            CorruptError: no sound objects lead to it.
+            TreeError: `like` has other names, dtypes or shapes.
+        """
+        self.wait_for(0 if version is None else version, timeout)
+        with self._lock:
+            meter = Meter()
+            vid = resolve(self._chain, version)
+            weights, manifest = rebuild(self._chain, vid, meter, newest=version is None)
+            if like is None:
+                params = shaped(weights, manifest)
+            else:
+                from jdelta.stream import _jax
+
+                params = _jax.place(weights, manifest.specs(), like)
+            self._count(meter)
+            self._held = manifest.id
+            if self._stager is not None:
+                self._stager.reset(manifest.id)
+        self._report()
+        return params
+
+    # -- following
+
+    def updates(
+        self, *, every: bool = False, timeout: float | None = None
+    ) -> Iterator[Update]:
+        """Yields staged, verified updates from the version held, as they come.
+
+        The next ones are fetched and decoded in a background thread meanwhile. An
+        update that is not applied is part of the next one. Where deltas are missing or
+        damaged, or nothing is held yet, the update is an anchor.
+
+        Args:
+            every: Yield each retained version, not only the newest.
+            timeout: Seconds to wait for the next version; None waits for ever.
+
+        Raises:
+            WaitTimeoutError: no newer version came in time.
+            RunError: the bucket was wiped and holds another run.
+            FormatError: its control objects are malformed.
+        """
+        ready: list[Staged] = []
+        with self._lock:
+            if self._stager is not None:
+                self._stager.stop()
+            stager = Stager(self._bucket, self._held, every=every, poll=self._poll)
+            self._stager = stager
+        try:
+            while True:
+                # What was applied is done with; what was skipped is kept.
+                held = self._held
+                while ready and held is not None and ready[0].vid <= held:
+                    ready.pop(0)
+                if ready and ready[0].weights is None and held != ready[0].base:
+                    # Torn, or restored to another version behind our back.
+                    ready.clear()
+                    stager.reset(held)
+                elif held is None and not ready:
+                    stager.reset(None)
+                taken = stager.take(timeout, one=every)
+                if not taken:
+                    return  # closed
+                for staged in taken:
+                    if staged.weights is not None:
+                        ready.clear()
+                        self._healed += staged.healed
+                    self._count(staged.meter)
+                    ready.append(staged)
+                yield self._join(ready)
+        finally:
+            stager.stop()
+
+    def close(self) -> None:
+        """Stops the background thread. The weights yielded stay yours."""
+        with self._lock:
+            if self._stager is not None:
+                self._stager.stop()
+                self._stager = None
+
+    def __enter__(self) -> Subscriber:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        """Closes."""
+        self.close()
+
+    def stats(self) -> ReaderStats:
+        """Counters since this subscriber was opened."""
+        return ReaderStats(
+            version=self.version,
+            updates=self._updates,
+            healed=self._healed,
+            bytes_read=dict(self._meter.bytes),
+            times=dict(self._meter.times),
+        )
+
+    # -- helpers
+
+    def _join(self, ready: list[Staged]) -> Update:
+        """One update out of consecutive staged versions."""
+        last = ready[-1]
+        steps: dict[str, Steps] | None = None
+        weights: dict[str, np.ndarray] | None = None
+        if ready[0].weights is not None:
+            weights = ready[0].merged_into(ready[1:])
+        else:
+            steps = dict(ready[0].steps or {})
+            for staged in ready[1:]:
+                for name, later in (staged.steps or {}).items():
+                    first = steps.get(name)
+                    steps[name] = later if first is None else compose(first, later)
+        times: dict[str, float] = {}
+        for staged in ready:
+            for stage_name, seconds in staged.meter.times.items():
+                times[stage_name] = times.get(stage_name, 0.0) + seconds
+        base = ready[0].base
+        return Update(
+            manifest=last.manifest,
+            base=None if weights is not None or base is None else base.version,
+            steps=steps,
+            weights=weights,
+            nbytes=sum(sum(staged.meter.bytes.values()) for staged in ready),
+            times=times,
+            _writing=self._writing,
+        )
+
+    @contextlib.contextmanager
+    def _writing(self, update: Update) -> Iterator[None]:
+        """A write that does not end leaves a torn state, which only an anchor heals."""
+        before, self._held = self._held, None
+        written = False
+        try:
+            yield
+            written = True
+        except JDeltaError:
+            self._held = before  # receivers refuse before they write
+            raise
+        finally:
+            if written:
+                self._held = update.manifest.id
+                self._updates += 1
+                for key in ("stage", "apply"):
+                    seconds = update.times.get(key, 0.0)
+                    self._meter.times[key] = self._meter.times.get(key, 0.0) + seconds
+        self._report()
+
+    def _count(self, meter: Meter) -> None:
+        for key, seconds in meter.times.items():
+            self._meter.times[key] = self._meter.times.get(key, 0.0) + seconds
+        for key, size in meter.bytes.items():
+            self._meter.count(key, size)
+
+    def _report(self) -> None:
+        held = self._held
+        if self._status_name is None or self._name is None or held is None:
+            return
+        status = ReaderStatus(
+            reader=self._name,
+            run=self._chain.run or "",
+            epoch=held.epoch,
+            version=held.version,
+            time=time.time(),
+        )
+        try:
+            self._bucket.put(self._status_name, status.to_json())
+        except JDeltaError as error:
+            _log.debug("reader status not written: %s", error)
