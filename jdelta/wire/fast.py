@@ -1,0 +1,255 @@
+"""The codec `fast`: the changes of one chunk, at the cost of the changes alone.
+
+Positions are gaps between changes: a few low bits, packed raw, and a high byte, entropy
+coded. Steps are a sign bit, one bit for "more than one unit", and a byte for those that
+are; or, where they are large, the byte planes of whole words. Dense chunks store a
+bitmap of the changed elements, or a step for every element. FORMAT.md has the bytes.
+"""
+
+from __future__ import annotations
+
+import struct
+
+import numpy as np
+
+from jdelta.errors import FormatError
+from jdelta.wire._streams import StreamReader, put
+
+MAX_ELEMENTS = 1 << 22
+"""The most elements a chunk may have."""
+
+_HEAD = struct.Struct("<BBBBI")
+_GAPS, _BITMAP, _DENSE = 0, 1, 2
+_SMALL, _PLANES = 0, 1
+_ESCAPE = 255
+_MAX_LOW_BITS = 14
+_Pieces = list[bytes | memoryview]
+
+
+def encode(positions: np.ndarray, steps: np.ndarray, n_elements: int) -> bytes:
+    """The bytes of one chunk's changes; the same for the same arguments.
+
+    Args:
+        positions: Positions in the chunk, strictly increasing.
+        steps: Nonzero steps, unsigned integers of the element's width.
+        n_elements: Elements of the chunk, at most `MAX_ELEMENTS`.
+
+    Returns:
+        At most as many bytes as the chunk's elements have, and a header of 8 bytes and
+        4 per byte of an element.
+    """
+    mode, low_bits = _GAPS, 0
+    pieces: _Pieces = []
+    if positions.size * 8 > n_elements:
+        mode = _BITMAP
+        _put_bitmap(pieces, positions, n_elements)
+    else:
+        low_bits = _put_gaps(pieces, positions)
+    values = _put_values(pieces, steps)
+    if _size(pieces) > n_elements * steps.itemsize // 2:
+        spread = np.zeros(n_elements, steps.dtype)
+        spread[positions] = steps
+        dense: _Pieces = []
+        _put_planes(dense, spread)
+        if _size(dense) < _size(pieces):
+            pieces, mode, low_bits, values = dense, _DENSE, 0, _PLANES
+    head = _HEAD.pack(mode, values, low_bits, steps.itemsize, positions.size)
+    return b"".join([head, *pieces])
+
+
+def decode(
+    data: bytes | memoryview, n_elements: int, itemsize: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The positions (int64) and steps of one chunk, checked.
+
+    Args:
+        data: The bytes `encode` made, or anything else.
+        n_elements: Elements of the chunk.
+        itemsize: Bytes of an element.
+
+    Raises:
+        FormatError: the bytes are not a chunk of that many elements of that width.
+    """
+    if not 0 <= n_elements <= MAX_ELEMENTS or itemsize not in (1, 2, 4, 8):
+        raise FormatError(f"no chunk has {n_elements} elements of {itemsize} bytes")
+    reader = StreamReader(data)
+    mode, values, low_bits, width, count = _HEAD.unpack(reader.take(_HEAD.size))
+    if width != itemsize or count > n_elements:
+        raise FormatError(
+            f"a chunk holds {count} changes of {width} bytes, expected at most "
+            f"{n_elements} of {itemsize}"
+        )
+    if low_bits > _MAX_LOW_BITS or (low_bits and mode != _GAPS):
+        raise FormatError(f"a chunk has gaps of {low_bits} low bits")
+    if mode == _DENSE:
+        positions = None
+    elif mode == _BITMAP:
+        positions = _take_bitmap(reader, count, n_elements)
+    elif mode == _GAPS:
+        positions = _take_gaps(reader, count, low_bits, n_elements)
+    else:
+        raise FormatError(f"a chunk has positions of the unknown kind {mode}")
+    if values == _PLANES:
+        steps = _take_planes(
+            reader, count if positions is not None else n_elements, itemsize
+        )
+    elif values == _SMALL and positions is not None:
+        steps = _take_small(reader, count, itemsize)
+    else:
+        raise FormatError(f"a chunk has values of the unknown kind {values}")
+    reader.end()
+    if positions is None:
+        positions = np.flatnonzero(steps)
+        steps = steps[positions]
+        if positions.size != count:
+            raise FormatError(
+                f"a chunk holds {positions.size} changes, its header says {count}"
+            )
+    elif not steps.all():
+        raise FormatError("a chunk changes an element by nothing")
+    return positions, steps
+
+
+def _size(pieces: _Pieces) -> int:
+    return sum(len(piece) for piece in pieces)
+
+
+def _put_bitmap(out: _Pieces, positions: np.ndarray, n_elements: int) -> None:
+    flags = np.zeros(n_elements, np.uint8)
+    flags[positions] = 1
+    put(out, np.packbits(flags, bitorder="little"), squeeze=True)
+
+
+def _take_bitmap(reader: StreamReader, count: int, n_elements: int) -> np.ndarray:
+    packed = np.frombuffer(reader.stream(-(-n_elements // 8)), np.uint8)
+    _check_padding(packed, n_elements)
+    positions = np.flatnonzero(
+        np.unpackbits(packed, count=n_elements, bitorder="little")
+    )
+    if positions.size != count:
+        raise FormatError(
+            f"a chunk's bitmap has {positions.size} changes, its header says {count}"
+        )
+    return positions
+
+
+def _put_gaps(out: _Pieces, positions: np.ndarray) -> int:
+    gaps = np.diff(positions, prepend=-1).astype(np.uint32) - np.uint32(1)
+    low_bits = _choose_low_bits(gaps)
+    for bit in range(low_bits):
+        plane = (gaps >> np.uint32(bit)).astype(np.uint8) & np.uint8(1)
+        put(out, np.packbits(plane, bitorder="little"), squeeze=False)
+    high = gaps >> np.uint32(low_bits)
+    put(out, np.minimum(high, _ESCAPE).astype(np.uint8), squeeze=True)
+    put(out, high[high >= _ESCAPE].astype("<u4"), squeeze=False)
+    return low_bits
+
+
+def _choose_low_bits(gaps: np.ndarray) -> int:
+    """The fewest low bits with which at most one high part in 1000 escapes."""
+    low_bits = 0
+    while np.count_nonzero(gaps >= (_ESCAPE << low_bits)) > gaps.size // 1000:
+        low_bits += 1
+    return low_bits
+
+
+def _take_gaps(
+    reader: StreamReader, count: int, low_bits: int, n_elements: int
+) -> np.ndarray:
+    low = np.zeros(count, np.int64)
+    for bit in range(low_bits):
+        low |= _take_flags(reader, count).astype(np.int64) << bit
+    high = np.frombuffer(reader.stream(count), np.uint8).astype(np.int64)
+    escaped = np.flatnonzero(high == _ESCAPE)
+    wide = np.frombuffer(reader.stream(4 * escaped.size), "<u4")
+    if (wide < _ESCAPE).any() or (wide >= MAX_ELEMENTS).any():
+        raise FormatError("a chunk has a gap that its escape cannot stand for")
+    high[escaped] = wide
+    gaps = (high << low_bits) + low
+    positions = np.cumsum(gaps + 1) - 1
+    if count and positions[-1] >= n_elements:
+        raise FormatError(f"a chunk changes element {positions[-1]} of {n_elements}")
+    return positions
+
+
+def _put_values(out: _Pieces, steps: np.ndarray) -> int:
+    bits = steps.itemsize * 8
+    signs = (steps >> (bits - 1)).astype(np.uint8)
+    sizes = np.where(signs.astype(np.bool_), np.negative(steps), steps)
+    more = np.flatnonzero(sizes > 1)
+    wide = np.count_nonzero(sizes > 256)
+    if more.size * 2 > steps.size or wide * 8 > steps.size:
+        planes: _Pieces = []
+        _put_planes(planes, steps)
+        small: _Pieces = []
+        _put_small(small, signs, sizes)
+        if _size(planes) <= _size(small):
+            out += planes
+            return _PLANES
+        out += small
+        return _SMALL
+    _put_small(out, signs, sizes)
+    return _SMALL
+
+
+def _put_small(out: _Pieces, signs: np.ndarray, sizes: np.ndarray) -> None:
+    put(out, np.packbits(signs, bitorder="little"), squeeze=False)
+    put(out, np.packbits(sizes > 1, bitorder="little"), squeeze=True)
+    rest = sizes[sizes > 1] - sizes.dtype.type(2)
+    put(out, np.minimum(rest, _ESCAPE).astype(np.uint8), squeeze=True)
+    wide = rest[rest >= _ESCAPE]
+    put(out, wide.astype(wide.dtype.newbyteorder("<")), squeeze=False)
+
+
+def _take_small(reader: StreamReader, count: int, itemsize: int) -> np.ndarray:
+    dtype = np.dtype(f"u{itemsize}")
+    signs = _take_flags(reader, count).view(np.bool_)
+    more = np.flatnonzero(_take_flags(reader, count))
+    rest = np.frombuffer(reader.stream(more.size), np.uint8).astype(dtype)
+    escaped = np.flatnonzero(rest == _ESCAPE)
+    wide = np.frombuffer(
+        reader.stream(itemsize * escaped.size), dtype.newbyteorder("<")
+    )
+    half = 1 << (itemsize * 8 - 1)
+    if (wide < _ESCAPE).any() or (wide > half - 2).any():
+        raise FormatError("a chunk has a step that its escape cannot stand for")
+    rest[escaped] = wide
+    sizes = np.ones(count, dtype)
+    sizes[more] = rest + dtype.type(2)
+    if (sizes[~signs] >= half).any() or (sizes[signs] > half).any():
+        raise FormatError("a chunk has a step that is too large")
+    np.negative(sizes, out=sizes, where=signs)
+    return sizes
+
+
+def _put_planes(out: _Pieces, steps: np.ndarray) -> None:
+    for plane in _zigzag(steps).view(np.uint8).reshape(-1, steps.itemsize).T:
+        put(out, np.ascontiguousarray(plane), squeeze=True)
+
+
+def _take_planes(reader: StreamReader, count: int, itemsize: int) -> np.ndarray:
+    words = np.empty((count, itemsize), np.uint8)
+    for byte in range(itemsize):
+        words[:, byte] = np.frombuffer(reader.stream(count), np.uint8)
+    dtype = np.dtype(f"u{itemsize}")
+    zigzag = words.reshape(-1).view(dtype.newbyteorder("<")).astype(dtype)
+    one = dtype.type(1)
+    return (zigzag >> one) ^ np.negative(zigzag & one)
+
+
+def _zigzag(steps: np.ndarray) -> np.ndarray:
+    """0, -1, 1, -2, ... as 0, 1, 2, 3, ..., in little-endian words."""
+    signs = steps.view(f"i{steps.itemsize}") >> (steps.itemsize * 8 - 1)
+    zigzag = (steps << steps.dtype.type(1)) ^ signs.view(steps.dtype)
+    return zigzag.astype(steps.dtype.newbyteorder("<"), copy=False)
+
+
+def _take_flags(reader: StreamReader, count: int) -> np.ndarray:
+    packed = np.frombuffer(reader.stream(-(-count // 8)), np.uint8)
+    _check_padding(packed, count)
+    return np.unpackbits(packed, count=count, bitorder="little")
+
+
+def _check_padding(packed: np.ndarray, count: int) -> None:
+    if count % 8 and packed[-1] >> (count % 8):
+        raise FormatError("a chunk has bits set past its last element")
