@@ -27,13 +27,9 @@ _MAX_DIMENSIONS = 32
 _MAX_TENSOR_NAME = 1024
 _KIND = "manifest"
 # What else the format leaves room for is refused by name.
-_KNOWN = {
-    "codec": "fast",
-    "values": "steps",
-    "layout": "identity",
-    "shards": 1,
-    "chunk_elements": CHUNK_ELEMENTS,
-}
+_KNOWN = {"layout": "identity", "shards": 1, "chunk_elements": CHUNK_ELEMENTS}
+_KNOWN_OF_DELTAS = {"codec": "fast", "values": "steps", **_KNOWN}
+_KNOWN_OF_ANCHORS = {"codec": "none", "values": "none", **_KNOWN}
 
 
 class VersionId(NamedTuple):
@@ -89,8 +85,8 @@ class Manifest:
         created: When it was made, seconds since 1970.
         objects: Its objects.
         tensors: Every tensor of the version by published name, changed or not.
-        codec: How the chunks of a delta or fold are coded: "fast".
-        values: What their values are: "steps" in bit order.
+        codec: How a delta's chunks are coded: "fast"; "none" for an anchor.
+        values: What a delta's values are: "steps" in bit order; "none" for an anchor.
         layout: How published coordinates map to the trainer's: "identity".
         shards: Over how many shards each tensor is split: 1.
         chunk_elements: Consecutive elements of a chunk.
@@ -320,11 +316,12 @@ def _validate(m: Manifest) -> None:
     _need(m.kind in KINDS, "kind")
     _need(m.step is None or _int(m.step, 0), "step")
     _need(type(m.created) in (int, float) and 0 <= m.created <= MAX_INT, "created")
-    for field, only in _KNOWN.items():
+    known = _KNOWN_OF_ANCHORS if m.kind == "anchor" else _KNOWN_OF_DELTAS
+    for field, only in known.items():
         if getattr(m, field) != only:
             raise FormatError(
                 f"{_KIND}: {field} {getattr(m, field)!r} is not known to this jdelta, "
-                f"which reads only {only!r}"
+                f"which reads {only!r} in a {m.kind}"
             )
     if m.kind != "anchor":
         _need(
