@@ -70,7 +70,7 @@ class Epoch:
         kind = "anchor" if attempt.manifest.kind == "anchor" else "delta"
         while attempt.uploaded < len(attempt.objects):
             name, data = attempt.objects[attempt.uploaded]
-            self.bucket.put(name, data)
+            self.bucket.put(name, data, move=True)
             self.count(kind, len(data) if isinstance(data, bytes) else _size(data))
             attempt.uploaded += 1
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 import tempfile
 import time
@@ -91,7 +92,6 @@ def encode_delta(
         base=base.id,
         step=step,
         created=time.time(),
-        codec="fast",
         objects=tuple(refs),
         tensors=tensors,
     )
@@ -132,10 +132,7 @@ def encode_anchor(
     try:
         files = write_anchor(((specs[name], bits[name]) for name in specs), scratch)
         objects = [(f"{folder}/{file.path.name}", file.path) for file in files]
-        refs = tuple(
-            ObjectRef(name=name, size=file.size, sha256=file.sha256)
-            for (name, _), file in zip(objects, files, strict=True)
-        )
+        refs = tuple(_reference(name, path) for name, path in objects)
         where = {
             name: index for index, file in enumerate(files) for name in file.tensors
         }
@@ -147,7 +144,6 @@ def encode_anchor(
             base=None,
             step=step,
             created=time.time(),
-            codec="raw",
             objects=refs,
             tensors={
                 name: TensorEntry(
@@ -170,3 +166,9 @@ def encode_anchor(
         )
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _reference(name: str, path: Path) -> ObjectRef:
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    return ObjectRef(name=name, size=path.stat().st_size, sha256=sha256)

@@ -59,7 +59,11 @@ def parallel(
     if workers <= 1:
         return [function(item) for item in items]
     with concurrent.futures.ThreadPoolExecutor(workers, "jdelta") as pool:
-        return list(pool.map(function, items))
+        try:
+            results = pool.map(function, items)
+        except RuntimeError:  # the interpreter is ending: no new threads
+            return [function(item) for item in items]
+        return list(results)
 
 
 def fetch_object(bucket: Bucket, ref: ObjectRef, meter: Meter, kind: str) -> bytes:
@@ -172,6 +176,9 @@ def read_anchor(
 
     def read(item: tuple[int, ObjectRef]) -> None:
         index, ref = item
+        if not ref.name.endswith(".safetensors"):
+            fetch_object(bucket, ref, Meter(), "anchor")  # the index, for other tools
+            return
         listed = {
             name: specs[name]
             for name, entry in manifest.tensors.items()
@@ -180,18 +187,19 @@ def read_anchor(
         with bucket.open(ref.name) as stream:
             anchor_format.read_anchor_object(stream, ref, listed, weights.__getitem__)
 
-    shards = [
-        (index, ref)
-        for index, ref in enumerate(manifest.objects)
-        if ref.name.endswith(".safetensors")
-    ]
-    parallel(read, shards)
+    parallel(read, enumerate(manifest.objects))
     meter.lap("fetch", start)
     meter.count("anchor", sizes)
     return weights
 
 
-def prove(weights: Mapping[str, np.ndarray], manifest: Manifest, meter: Meter) -> None:
+def prove(
+    weights: Mapping[str, np.ndarray],
+    manifest: Manifest,
+    meter: Meter,
+    *,
+    share: float = 1.0,
+) -> None:
     """Recomputes every tensor's digest over the whole weights.
 
     Raises:
@@ -202,7 +210,7 @@ def prove(weights: Mapping[str, np.ndarray], manifest: Manifest, meter: Meter) -
     def check(name: str) -> tuple[str, int]:
         return name, digest.full(weights[name])
 
-    for name, found in parallel(check, manifest.tensors):
+    for name, found in parallel(check, manifest.tensors, share=share):
         expected = manifest.tensors[name].digest
         if found != expected:
             raise CorruptError(

@@ -1,8 +1,9 @@
 """The writing end: `publish` hands over and returns; threads do the rest.
 
 Three threads, none of which runs a collective or a jitted function: one copies deltas
-from the device, one encodes and commits, and now and then one rebuilds an anchor from
-the chain. Each reads only memory that cannot be donated away.
+from the device (here), one encodes and commits (`committer`), and now and then one
+rebuilds an anchor from the chain (`anchors`). Each reads only memory that cannot be
+donated away.
 """
 
 from __future__ import annotations
@@ -21,28 +22,21 @@ from typing import Any
 
 from jdelta.bucket import Bucket, open_bucket
 from jdelta.errors import (
-    BucketError,
     DeltaOverflowError,
-    FormatError,
     JDeltaError,
     PublishError,
     TreeError,
     WaitTimeoutError,
 )
 from jdelta.stream import source
+from jdelta.stream.anchors import AnchorMaker
 from jdelta.stream.backlog import Backlog, Item, WhenBehind
-from jdelta.stream.chain import Chain
-from jdelta.stream.commit import Attempt, Epoch, claim_epoch, create
-from jdelta.stream.encode import encode_anchor, encode_delta, full_digests
-from jdelta.stream.fetch import Meter
-from jdelta.stream.rebuild import rebuild
+from jdelta.stream.commit import claim_epoch
+from jdelta.stream.committer import Committer
+from jdelta.stream.ledger import Ledger
 from jdelta.stream.records import CommitRecord, PublisherStats
-from jdelta.wire.manifest import Manifest, VersionId
 
 _log = logging.getLogger(__name__)
-
-_FIRST_RETRY_SECONDS = 0.05
-_LAST_RETRY_SECONDS = 10.0
 
 
 @dataclasses.dataclass
@@ -109,56 +103,45 @@ class Publisher:
         on_commit: Callable[[CommitRecord], None] | None = None,
     ):
         """Claims the run's next epoch and takes a copy of `params`."""
-        if anchor_every is not None and anchor_every < 1:
-            raise ValueError(f"anchor_every must be at least 1, got {anchor_every}")
-        if not anchor_share > 0:
-            raise ValueError(f"anchor_share must be positive, got {anchor_share}")
+        self._bucket = open_bucket(bucket) if isinstance(bucket, str) else bucket
         self._backlog = Backlog(
             when_behind, None if spool is None else Path(spool), spool_bytes
         )
-        self._bucket = open_bucket(bucket) if isinstance(bucket, str) else bucket
         leaves = source.named_leaves(params)
         self._specs = source.specs_of(leaves)
-        self._elements = sum(spec.size for spec in self._specs.values())
-        self._epoch: Epoch = claim_epoch(self._bucket, self._specs, run)
-        first = Item(changes=None, whole=source.snapshot(leaves), step=None, merged=0)
-        self._anchor_every = anchor_every
-        self._anchor_share = anchor_share
-        self._on_commit = on_commit
-
-        # Everything below is guarded by `_changed`.
-        self._changed = threading.Condition()
+        self._ledger = Ledger()
+        self._epoch = claim_epoch(self._bucket, self._specs, run)
+        self._anchors = AnchorMaker(
+            self._epoch,
+            self._ledger,
+            every=anchor_every,
+            share=anchor_share,
+            on_damage=self._ask_whole,
+        )
+        self._committer = Committer(
+            self._epoch,
+            self._specs,
+            self._backlog,
+            self._ledger,
+            self._anchors,
+            on_commit,
+        )
+        # Guarded by the ledger's condition.
         self._incoming: deque[_Handed] = deque()
         self._copying = False
-        self._committing = True  # the first item is on its way
-        self._closed = False
-        self._failure: BaseException | None = None  # not surfaced yet
-        self._fatal: BaseException | None = None  # nothing more can be committed
-        self._dropping = False  # the copy thread's: wait for whole weights
         self._needs_whole: str | None = None  # why the next publish must bring them
+        self._dropping = False  # deltas are useless until whole weights come
         self._checked: Any = None  # the spec of the last delta that was checked
         self._params: Any = None  # of the last publish; donated ones are not used
-        self._published = self._merged = self._overflowed = self._failures = 0
-        self._versions = 0
-        self._times: dict[str, float] = {}
-        self._retrying: BaseException | None = None
-        self._since_anchor = [0, 0]  # versions, bytes
-        self._anchor_thread: threading.Thread | None = None
 
-        self._threads = [
-            threading.Thread(target=self._copy_loop, name="jdelta-copy", daemon=True),
-            threading.Thread(
-                target=self._commit_loop,
-                args=([first],),
-                name="jdelta-commit",
-                daemon=True,
-            ),
-        ]
-        for thread in self._threads:
-            thread.start()
-        self._atexit = _close_at_exit(self)
-
-    # -- the trainer's side
+        self._committer.start(
+            Item(changes=None, whole=source.snapshot(leaves), step=None, merged=0)
+        )
+        self._thread = threading.Thread(
+            target=self._copy_loop, name="jdelta-copy", daemon=True
+        )
+        self._thread.start()
+        self._at_exit = _close_at_exit(self)
 
     @property
     def run(self) -> str:
@@ -200,26 +183,17 @@ class Publisher:
             FencedError: another publisher took over; nothing more is accepted.
         """
         at = time.perf_counter()
-        with self._changed:
-            self._raise_if_over()
+        with self._ledger.changed:
+            self._ledger.check(self._bucket.url, self.version)
             if self._needs_whole is not None:
                 self._hand_whole(params, step, at)
             else:
-                spec = getattr(delta, "spec", None)
-                if spec is None or spec is not self._checked:
-                    try:
-                        source.check_delta(delta, self._specs)
-                    except TreeError as error:
-                        self._needs_whole = f"a delta was refused ({error})"
-                        raise
-                    self._checked = spec
-                if spec is not None:
-                    delta.start_copy()
+                self._check(delta)
                 self._incoming.append(_Handed(delta, None, step, at))
             self._params = params
-            self._published += 1
-            self._changed.notify_all()
-            failure, self._failure = self._failure, None
+            self._ledger.count("published")
+            self._ledger.changed.notify_all()
+        failure = self._ledger.take_failure()
         if failure is not None:
             raise PublishError(
                 f"publishing to {self._bucket.url} failed in the background "
@@ -239,25 +213,24 @@ class Publisher:
                 `publish` are gone.
         """
         deadline = time.monotonic() + timeout
-        with self._changed:
+        with self._ledger.changed:
             while True:
-                if self._fatal is not None:
-                    raise self._fatal_error()
-                if self._needs_whole is not None and not self._busy():
+                self._ledger.check(self._bucket.url, self.version)
+                if self._needs_whole is not None and not self._waiting():
                     self._hand_whole(self._params, None, time.perf_counter())
-                    self._changed.notify_all()
-                if not self._busy():
-                    break
+                    self._ledger.changed.notify_all()
+                if not self._waiting():
+                    return self.version or 0
                 left = deadline - time.monotonic()
                 if left <= 0:
+                    failure = self._ledger.failure
                     raise WaitTimeoutError(
                         f"{self._bucket.url} did not take everything within "
                         f"{timeout:g} s: {self._waiting()} deltas wait, version "
                         f"{self.version} is the newest"
-                        + (f" ({self._failure})" if self._failure else "")
+                        + (f" ({failure})" if failure else "")
                     )
-                self._changed.wait(left)
-            return self.version or 0
+                self._ledger.changed.wait(left)
 
     def close(self, timeout: float = 60.0) -> None:
         """Commits what was handed over and ends the threads.
@@ -271,24 +244,24 @@ class Publisher:
             WaitTimeoutError: the bucket did not take everything in time.
             DeltaOverflowError: see `flush`.
         """
-        if self._closed:
-            return
-        started = time.monotonic()
+        with self._ledger.changed:
+            if self._ledger.closed:
+                return
+        deadline = time.monotonic() + timeout
         try:
             self.flush(timeout)
-            with self._changed:
-                failure, self._failure = self._failure, None
+            self._anchors.join(deadline - time.monotonic())
         finally:
-            with self._changed:
-                self._closed = True
-                self._changed.notify_all()
-            left = max(1.0, timeout - (time.monotonic() - started))
-            for thread in [*self._threads, self._anchor_thread]:
-                if thread is not None and thread is not threading.current_thread():
-                    thread.join(left)
+            with self._ledger.changed:
+                self._ledger.closed = True
+                self._ledger.changed.notify_all()
+            left = max(1.0, deadline - time.monotonic())
+            for part in (self._thread, self._committer):
+                part.join(left)
             self._backlog.close()
             self._params = None
-            atexit.unregister(self._atexit)
+            atexit.unregister(self._at_exit)
+        failure = self._ledger.take_failure()
         if failure is not None:
             raise PublishError(
                 f"every version was committed to {self._bucket.url}, but: {failure}"
@@ -308,41 +281,38 @@ class Publisher:
 
     def stats(self) -> PublisherStats:
         """Counters since this publisher was opened."""
-        with self._changed:
+        with self._ledger.changed:
+            counters = self._ledger.counters
             return PublisherStats(
-                versions=self._versions,
-                published=self._published,
-                merged=self._merged,
-                overflowed=self._overflowed,
-                failures=self._failures,
+                versions=counters.get("versions", 0),
+                published=counters.get("published", 0),
+                merged=counters.get("merged", 0),
+                overflowed=counters.get("overflowed", 0),
+                failures=counters.get("failures", 0),
                 waiting=self._waiting(),
                 bytes_written=self._epoch.written(),
-                times=dict(self._times),
+                times=dict(self._ledger.times),
             )
 
-    # -- state, under the lock
-
-    def _busy(self) -> bool:
-        return bool(self._waiting())
+    # -- the hand-over; the caller holds the ledger's condition
 
     def _waiting(self) -> int:
-        busy = int(self._copying) + int(self._committing)
+        busy = int(self._copying) + int(self._committer.busy)
         return len(self._incoming) + len(self._backlog) + busy
 
-    def _raise_if_over(self) -> None:
-        if self._closed:
-            raise PublishError("this Publisher is closed: open a new one")
-        if self._fatal is not None:
-            raise self._fatal_error()
-
-    def _fatal_error(self) -> JDeltaError:
-        fatal = self._fatal
-        if isinstance(fatal, JDeltaError) and not isinstance(fatal, FormatError):
-            return fatal
-        return PublishError(
-            f"publishing to {self._bucket.url} stopped: {fatal!r}; readers stay at "
-            f"version {self.version}. Open a new Publisher to continue the run"
-        )
+    def _check(self, delta: Any) -> None:
+        """Checks a delta's tree (once for each compiled step) and starts its copy."""
+        spec = getattr(delta, "spec", None)
+        if spec is None or spec is not self._checked:
+            try:
+                source.check_delta(delta, self._specs)
+            except TreeError as error:
+                # Whatever it said of the weights is missing from now on.
+                self._needs_whole = f"a delta was refused ({error})"
+                raise
+            self._checked = spec
+        if spec is not None:
+            delta.start_copy()
 
     def _hand_whole(self, params: Any, step: int | None, at: float) -> None:
         if params is None:
@@ -351,8 +321,7 @@ class Publisher:
                 "with params= (the weights after the step); this delta was not accepted"
             )
         leaves = source.named_leaves(params)
-        specs = source.specs_of(leaves)
-        if specs != self._specs:
+        if source.specs_of(leaves) != self._specs:
             raise TreeError(
                 "params is not the published tree: pass the weights in the published "
                 "dtypes (jdelta.published(opt_state) for a wrapped optimizer)"
@@ -367,288 +336,63 @@ class Publisher:
         self._needs_whole = None
 
     def _ask_whole(self, why: str) -> None:
-        self._dropping = True
-        if not any(handed.whole is not None for handed in self._incoming):
-            self._needs_whole = why
-
-    def _spend(self, stage: str, seconds: float) -> None:
-        self._times[stage] = self._times.get(stage, 0.0) + seconds
+        """Deltas are dropped until whole weights come (any thread)."""
+        with self._ledger.changed:
+            self._dropping = True
+            if not any(handed.whole is not None for handed in self._incoming):
+                self._needs_whole = why
+            self._ledger.changed.notify_all()
 
     # -- the copy thread
 
     def _copy_loop(self) -> None:
+        changed = self._ledger.changed
         while True:
-            with self._changed:
-                while not self._incoming and not self._closed:
-                    self._changed.wait()
+            with changed:
+                changed.wait_for(lambda: self._incoming or self._ledger.closed)
                 if not self._incoming:
                     return
                 handed = self._incoming.popleft()
                 self._copying = True
-            item = None
             try:
-                item = self._copy(handed)
+                self._keep(_copy(handed))
             except DeltaOverflowError as error:
-                with self._changed:
-                    self._overflowed += 1
-                    self._ask_whole(str(error))
                 _log.warning("a whole version comes next: %s", error)
-            except Exception as error:  # a failed or deleted device array
-                with self._changed:
-                    self._failures += 1
-                    self._failure = error
-                    self._ask_whole(f"a delta could not be copied ({error})")
+                self._ledger.count("overflowed")
+                self._ask_whole(str(error))
+            except Exception as error:  # a failed device array, a full spool
+                self._ledger.fail(error)
+                self._ask_whole(f"a delta was lost ({error})")
             del handed  # lets go of the device's buffers
-            merged = False
-            try:
-                if item is not None and (item.whole is not None or not self._dropping):
-                    merged = self._backlog.push(item)  # may take long: no lock held
-                    self._dropping = False
-            except Exception as error:
-                with self._changed:
-                    self._failures += 1
-                    self._failure = error
-                    self._ask_whole(f"a delta could not be kept ({error})")
-            with self._changed:
+            with changed:
                 self._copying = False
-                self._merged += merged
-                if item is not None:
-                    self._spend("copy", item.copy_seconds)
-                self._changed.notify_all()
+                changed.notify_all()
 
-    @staticmethod
-    def _copy(handed: _Handed) -> Item:
-        start = time.perf_counter()
-        changes = whole = None
-        if handed.whole is not None:
-            whole = source.host_bits(handed.whole)
-        else:
-            changes = source.to_changes(handed.delta)
-        return Item(
-            changes=changes,
-            whole=whole,
-            step=handed.step,
-            handed=handed.at,
-            copy_seconds=time.perf_counter() - start,
-        )
-
-    # -- the commit thread
-
-    def _commit_loop(self, first: list[Item]) -> None:
-        try:
-            self._begin(first.pop())
-            while True:
-                with self._changed:
-                    self._committing = False
-                    self._changed.notify_all()
-                    while not len(self._backlog):
-                        if self._closed and not self._copying and not self._incoming:
-                            return
-                        self._changed.wait()
-                    if self._closed:
-                        return  # close gave up on what is left
-                    self._committing = True
-                item = self._backlog.pop()
-                if not self._commit_item(item):
-                    return
-        except BaseException as error:
-            _log.exception("publishing to %s stopped", self._bucket.url)
-            with self._changed:
-                self._fatal = error
-        finally:
-            with self._changed:
-                self._committing = False
-                self._changed.notify_all()
-
-    def _begin(self, first: Item) -> None:
-        """Continues the run if the trainer's weights are its newest version's."""
-        tip = self._epoch.tip
-        digests = full_digests(first.whole or {})
-        if tip is not None and all(
-            tip.tensors[name].digest == value for name, value in digests.items()
-        ):
-            self._count_chain(tip)
-            return
-        if tip is not None:
-            _log.warning(
-                "the trainer's weights are not version %d of %s: writing an anchor",
-                tip.version,
-                self._bucket.url,
-            )
-        self._commit_item(first, digests)
-
-    def _commit_item(self, item: Item, digests: dict[str, int] | None = None) -> bool:
-        """Encodes and delivers; False if close came first."""
-        start = time.perf_counter()
-        tip = self._epoch.tip
-        vid = VersionId(self._epoch.number, self._epoch.next_version)
-        with contextlib.ExitStack() as stack:
+    def _keep(self, item: Item) -> None:
+        with self._ledger.changed:
             if item.whole is not None:
-                attempt = stack.enter_context(
-                    encode_anchor(
-                        item.whole,
-                        self._specs,
-                        digests or full_digests(item.whole),
-                        self._bucket,
-                        run=self._epoch.run,
-                        vid=vid,
-                        step=item.step,
-                    )
-                )
-            elif tip is not None:
-                attempt = encode_delta(
-                    item.changes or {}, self._specs, tip, vid, item.step
-                )
-            else:
-                raise FormatError("a delta cannot be the first version")
-            item.changes = item.whole = None
-            times = {"copy": item.copy_seconds, "encode": time.perf_counter() - start}
-            if not self._deliver(attempt, times):
-                return False
-        times["total"] = time.perf_counter() - item.handed
-        self._record(attempt, item, times)
-        self._plan_anchor(attempt.manifest)
-        return True
-
-    def _deliver(self, attempt: Attempt, times: dict[str, float]) -> bool:
-        """Uploads, commits and points, as often as it takes; False if closed first."""
-        wait = _FIRST_RETRY_SECONDS
-        steps = [
-            ("upload", lambda: self._epoch.upload(attempt)),
-            ("commit", lambda: self._epoch.commit(attempt)),
-            ("commit", self._epoch.point),
-        ]
-        while steps:
-            stage, action = steps[0]
-            start = time.perf_counter()
-            try:
-                action()
-                steps.pop(0)
-                wait = _FIRST_RETRY_SECONDS
-            except BucketError as error:
-                if not self._pause(error, wait):
-                    return False
-                wait = min(2 * wait, _LAST_RETRY_SECONDS)
-            times[stage] = times.get(stage, 0.0) + time.perf_counter() - start
-        with self._changed:
-            if isinstance(self._failure, BucketError):
-                self._failure = None  # it went through before anybody had to know
-            self._retrying = None
-        return True
-
-    def _pause(self, error: BucketError, seconds: float) -> bool:
-        """Notes a failure once an episode and waits; False if close came."""
-        with self._changed:
-            self._failures += 1
-            if self._retrying is None or str(self._retrying) != str(error):
-                _log.warning("retrying: %s", error)
-                self._failure = error
-            self._retrying = error
-            self._changed.notify_all()
-            self._changed.wait_for(lambda: self._closed, seconds)
-            if self._closed:
-                self._fatal = self._fatal or error
-                return False
-            return True
-
-    def _record(self, attempt: Attempt, item: Item, times: dict[str, float]) -> None:
-        manifest = attempt.manifest
-        record = CommitRecord(
-            version=manifest.version,
-            epoch=manifest.epoch,
-            step=manifest.step,
-            kind=manifest.kind,
-            merged=item.merged,
-            changed=sum(entry.changed for entry in manifest.tensors.values()),
-            elements=self._elements,
-            bytes_written={
-                manifest.kind: _object_bytes(manifest),
-                "manifest": len(attempt.document),
-            },
-            times=times,
-        )
-        with self._changed:
-            self._versions += 1
-            for stage in ("encode", "upload", "commit"):
-                self._spend(stage, times.get(stage, 0.0))
-        if self._on_commit is not None:
-            try:
-                self._on_commit(record)
-            except Exception:
-                _log.exception("on_commit failed for version %d", record.version)
-
-    # -- anchors, rebuilt from the chain
-
-    def _count_chain(self, tip: Manifest) -> None:
-        """Versions and bytes since the last anchor, for a run that is resumed."""
-        chain = Chain(self._bucket)
-        chain.read_run()
-        chain.refresh_epochs()
-        with contextlib.suppress(JDeltaError):  # only sets when the next anchor is due
-            for manifest in chain.path_back(tip.id):
-                if manifest.kind == "anchor" or chain.alternate_of(manifest):
-                    return
-                self._since_anchor[0] += 1
-                self._since_anchor[1] += _object_bytes(manifest)
-
-    def _plan_anchor(self, manifest: Manifest) -> None:
-        if manifest.kind == "anchor":
-            self._since_anchor = [0, 0]
-            return
-        self._since_anchor[0] += 1
-        self._since_anchor[1] += _object_bytes(manifest)
-        versions, size = self._since_anchor
-        whole = sum(spec.nbytes for spec in self._specs.values())
-        due = size >= self._anchor_share * whole or (
-            self._anchor_every is not None and versions >= self._anchor_every
-        )
-        running = self._anchor_thread is not None and self._anchor_thread.is_alive()
-        if not due or running:
-            return
-        self._since_anchor = [0, 0]
-        self._anchor_thread = threading.Thread(
-            target=self._make_anchor,
-            args=(manifest,),
-            name="jdelta-anchor",
-            daemon=True,
-        )
-        self._anchor_thread.start()
-
-    def _make_anchor(self, manifest: Manifest) -> None:
-        start = time.perf_counter()
-        try:
-            chain = Chain(self._bucket)
-            chain.read_run()
-            bits, _ = rebuild(chain, manifest.id, Meter())
-            digests = {name: e.digest for name, e in manifest.tensors.items()}
-            with encode_anchor(
-                bits,
-                self._specs,
-                digests,
-                self._bucket,
-                run=manifest.run,
-                vid=manifest.id,
-                step=manifest.step,
-                alternate=True,
-            ) as attempt:
-                bits.clear()
-                for name, data in attempt.objects:
-                    self._bucket.put(name, data)
-                create(self._bucket, attempt.name, attempt.document)
-                self._epoch.count("anchor", _object_bytes(attempt.manifest))
-                self._epoch.count("manifest", len(attempt.document))
-        except Exception as error:
-            with self._changed:
-                self._failures += 1
-                self._failure = error
-                if isinstance(error, FormatError):
-                    self._ask_whole(f"the chain in the bucket is damaged ({error})")
-        with self._changed:
-            self._spend("anchor", time.perf_counter() - start)
+                self._dropping = False
+            elif self._dropping:
+                return
+        if self._backlog.push(item):
+            self._ledger.count("merged")
+        self._ledger.spend("copy", item.copy_seconds)
 
 
-def _object_bytes(manifest: Manifest) -> int:
-    return sum(ref.size for ref in manifest.objects)
+def _copy(handed: _Handed) -> Item:
+    start = time.perf_counter()
+    changes = whole = None
+    if handed.whole is not None:
+        whole = source.host_bits(handed.whole)
+    else:
+        changes = source.to_changes(handed.delta)
+    return Item(
+        changes=changes,
+        whole=whole,
+        step=handed.step,
+        handed=handed.at,
+        copy_seconds=time.perf_counter() - start,
+    )
 
 
 def _close_at_exit(publisher: Publisher) -> Callable[[], None]:

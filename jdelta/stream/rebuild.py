@@ -77,7 +77,12 @@ def resolve(chain: Chain, version: int | None) -> VersionId:
 
 
 def rebuild(
-    chain: Chain, vid: VersionId, meter: Meter, *, newest: bool = False
+    chain: Chain,
+    vid: VersionId,
+    meter: Meter,
+    *,
+    newest: bool = False,
+    share: float = 1.0,
 ) -> tuple[dict[str, np.ndarray], Manifest]:
     """The flat bits of `vid` by tensor, proved by their digests, and its manifest.
 
@@ -90,6 +95,7 @@ def rebuild(
         meter: Takes the times and the bytes.
         newest: Where a delta on the way is damaged, stop at the version before it
             instead of raising: the newest that can be proved.
+        share: Share of the cores to use.
 
     Raises:
         CorruptError: no path of sound objects leads to `vid`.
@@ -102,7 +108,7 @@ def rebuild(
             try:
                 weights = read_anchor(chain.bucket, anchor, meter)
                 if not deltas:
-                    prove(weights, manifest, meter)
+                    prove(weights, manifest, meter, share=share)
             except FormatError as error:
                 damaged.append(str(error))
                 continue
@@ -115,10 +121,10 @@ def rebuild(
                         raise
                     _log.warning("stopping at version %d: %s", base.version, error)
                     break
-                _advance(weights, steps, delta, meter)
+                _advance(weights, steps, delta, meter, share)
                 base = delta
             if deltas:
-                prove(weights, base, meter)
+                prove(weights, base, meter, share=share)
             return weights, base
         deltas.append(manifest)
     raise CorruptError(
@@ -155,6 +161,7 @@ def _advance(
     steps: dict[str, Steps],
     delta: Manifest,
     meter: Meter,
+    share: float,
 ) -> None:
     """Applies one delta to weights of our own: a failure discards them all."""
     specs = delta.specs()
@@ -165,5 +172,5 @@ def _advance(
             weights[name], steps[name], specs[name]
         )
 
-    parallel(apply, steps)
+    parallel(apply, steps, share=share)
     meter.lap("apply", start)

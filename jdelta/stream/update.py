@@ -56,7 +56,7 @@ class Update:
 
     @property
     def kind(self) -> str:
-        """ "delta", or "anchor" for one that replaces every weight."""
+        """What it is: "delta", or "anchor" for one that replaces every weight."""
         return "anchor" if self.steps is None else "delta"
 
     @property

@@ -1,0 +1,207 @@
+"""The commit thread: takes waiting items in order, encodes, uploads, commits."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from jdelta.errors import BucketError, FormatError
+from jdelta.stream.anchors import AnchorMaker
+from jdelta.stream.backlog import Backlog, Item
+from jdelta.stream.commit import Attempt, Epoch
+from jdelta.stream.encode import encode_anchor, encode_delta, full_digests
+from jdelta.stream.ledger import Ledger
+from jdelta.stream.records import CommitRecord
+from jdelta.wire.dtypes import TensorSpec
+from jdelta.wire.manifest import VersionId
+
+_log = logging.getLogger(__name__)
+
+_FIRST_RETRY_SECONDS = 0.05
+_LAST_RETRY_SECONDS = 10.0
+
+
+class Committer:
+    """Commits a publisher's backlog, one version at a time, in a thread of its own.
+
+    An encoded version is kept until it is committed: whatever the bucket answers, the
+    same bytes are tried again, and what is published meanwhile waits in the backlog.
+
+    Args:
+        epoch: The publisher's epoch.
+        specs: The published tree.
+        backlog: What waits.
+        ledger: The publisher's shared state.
+        anchors: Told of every commit.
+        on_commit: The user's callback.
+    """
+
+    def __init__(
+        self,
+        epoch: Epoch,
+        specs: Mapping[str, TensorSpec],
+        backlog: Backlog,
+        ledger: Ledger,
+        anchors: AnchorMaker,
+        on_commit: Callable[[CommitRecord], None] | None,
+    ):
+        """Prepares; `start` begins."""
+        self._epoch = epoch
+        self._specs = specs
+        self._elements = sum(spec.size for spec in specs.values())
+        self._backlog = backlog
+        self._ledger = ledger
+        self._anchors = anchors
+        self._on_commit = on_commit
+        self._retrying: str | None = None
+        self.busy = True  # guarded by the ledger; the first item is on its way
+        self._thread: threading.Thread | None = None
+
+    def start(self, first: Item) -> None:
+        """Starts with the trainer's whole weights, which may be the run's newest."""
+        self._thread = threading.Thread(
+            target=self._run, args=([first],), name="jdelta-commit", daemon=True
+        )
+        self._thread.start()
+
+    def join(self, timeout: float) -> None:
+        """Waits for the thread to end."""
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _run(self, first: list[Item]) -> None:
+        changed = self._ledger.changed
+        try:
+            going = self._begin(first.pop())
+            while going:
+                with changed:
+                    self.busy = False
+                    changed.notify_all()
+                    changed.wait_for(lambda: len(self._backlog) or self._ledger.closed)
+                    if self._ledger.closed:
+                        return  # close waited for the backlog, or gave up on it
+                    self.busy = True
+                going = self._commit(self._backlog.pop())
+        except BaseException as error:
+            _log.warning("publishing to %s stopped: %r", self._epoch.bucket.url, error)
+            self._ledger.stop(error)
+        finally:
+            with changed:
+                self.busy = False
+                changed.notify_all()
+
+    def _begin(self, first: Item) -> bool:
+        """Continues the run if the trainer's weights are its newest version's."""
+        tip = self._epoch.tip
+        digests = full_digests(first.whole or {})
+        if tip is not None:
+            if all(tip.tensors[n].digest == found for n, found in digests.items()):
+                self._anchors.resume(tip)
+                return True
+            _log.warning(
+                "the trainer's weights are not version %d of %s: writing an anchor",
+                tip.version,
+                self._epoch.bucket.url,
+            )
+        return self._commit(first, digests)
+
+    def _commit(self, item: Item, digests: dict[str, int] | None = None) -> bool:
+        """Encodes and delivers one version; False if close gave up on it."""
+        start = time.perf_counter()
+        tip = self._epoch.tip
+        vid = VersionId(self._epoch.number, self._epoch.next_version)
+        with contextlib.ExitStack() as stack:
+            if item.whole is not None:
+                attempt = stack.enter_context(
+                    encode_anchor(
+                        item.whole,
+                        self._specs,
+                        digests or full_digests(item.whole),
+                        self._epoch.bucket,
+                        run=self._epoch.run,
+                        vid=vid,
+                        step=item.step,
+                    )
+                )
+            elif tip is not None:
+                attempt = encode_delta(
+                    item.changes or {}, self._specs, tip, vid, item.step
+                )
+            else:
+                raise FormatError("a delta cannot be a run's first version")
+            item.changes = item.whole = None
+            times = {"copy": item.copy_seconds, "encode": time.perf_counter() - start}
+            if not self._deliver(attempt, times):
+                return False
+        times["total"] = time.perf_counter() - item.handed
+        self._record(attempt, item, times)
+        self._anchors.committed(attempt.manifest)
+        return True
+
+    def _deliver(self, attempt: Attempt, times: dict[str, float]) -> bool:
+        """Uploads, commits and points, as often as it takes; False if closed first."""
+        wait = _FIRST_RETRY_SECONDS
+        steps: list[tuple[str, Callable[[], None]]] = [
+            ("upload", lambda: self._epoch.upload(attempt)),
+            ("commit", lambda: self._epoch.commit(attempt)),
+            ("commit", self._epoch.point),
+        ]
+        while steps:
+            stage, action = steps[0]
+            start = time.perf_counter()
+            try:
+                action()
+                steps.pop(0)
+                wait = _FIRST_RETRY_SECONDS
+            except BucketError as error:
+                if not self._pause(error, wait):
+                    return False
+                wait = min(2 * wait, _LAST_RETRY_SECONDS)
+            times[stage] = times.get(stage, 0.0) + time.perf_counter() - start
+        with self._ledger.changed:
+            if isinstance(self._ledger.failure, BucketError):
+                self._ledger.failure = None  # it went through before anybody knew
+        self._retrying = None
+        return True
+
+    def _pause(self, error: BucketError, seconds: float) -> bool:
+        """Notes a failure, once an episode, and waits; False if close came."""
+        if self._retrying != str(error):
+            _log.warning("retrying: %s", error)
+            self._retrying = str(error)
+            self._ledger.fail(error)
+        with self._ledger.changed:
+            self._ledger.changed.wait_for(lambda: self._ledger.closed, seconds)
+            if not self._ledger.closed:
+                return True
+        self._ledger.stop(error)
+        return False
+
+    def _record(self, attempt: Attempt, item: Item, times: dict[str, float]) -> None:
+        manifest = attempt.manifest
+        self._ledger.count("versions")
+        for stage in ("encode", "upload", "commit"):
+            self._ledger.spend(stage, times.get(stage, 0.0))
+        if self._on_commit is None:
+            return
+        record = CommitRecord(
+            version=manifest.version,
+            epoch=manifest.epoch,
+            step=manifest.step,
+            kind=manifest.kind,
+            merged=item.merged,
+            changed=sum(entry.changed for entry in manifest.tensors.values()),
+            elements=self._elements,
+            bytes_written={
+                manifest.kind: manifest.nbytes,
+                "manifest": len(attempt.document),
+            },
+            times=times,
+        )
+        try:
+            self._on_commit(record)
+        except Exception:
+            _log.exception("on_commit failed for version %d", record.version)
