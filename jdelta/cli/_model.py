@@ -144,15 +144,15 @@ def parameter_count(params: Any) -> int:
     return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
-def loss(graphdef: Any, params: Any, tokens: jax.Array) -> jax.Array:
+def loss(graphdef: Any, params: Any, tokens: jax.typing.ArrayLike) -> jax.Array:
     """Mean cross entropy (nats a token) of u8/i32[batch, time + 1] under `params`."""
-    tokens = tokens.astype(jnp.int32)
+    tokens = jnp.asarray(tokens, jnp.int32)
     logits = nnx.merge(graphdef, params)(tokens[:, :-1]).astype(jnp.float32)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
     return losses.mean()
 
 
-Step = Callable[[Any, Any, jax.Array], tuple[Any, ...]]
+Step = Callable[[Any, Any, jax.typing.ArrayLike], tuple[Any, ...]]
 
 
 def make_step(
@@ -175,7 +175,7 @@ def make_step(
         `jdelta.Delta` as a fourth result when `stream`. Collective: no.
     """
 
-    def step(params: Any, opt_state: Any, tokens: jax.Array) -> tuple[Any, ...]:
+    def step(params: Any, opt_state: Any, tokens: Any) -> tuple[Any, ...]:
         value, grads = jax.value_and_grad(lambda p: loss(graphdef, p, tokens))(params)
         updates, opt_state = tx.update(grads, opt_state, params)
         params = optax.apply_updates(params, updates)

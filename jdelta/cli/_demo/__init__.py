@@ -1,0 +1,1 @@
+"""The processes of `jdelta demo`: a trainer, followers, and what they share."""

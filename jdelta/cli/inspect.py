@@ -1,0 +1,209 @@
+"""`jdelta inspect`: what a bucket holds, from its manifests alone."""
+
+from __future__ import annotations
+
+import datetime
+import math
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from jdelta.cli._shared import (
+    Debug,
+    Json,
+    Url,
+    Version,
+    command,
+    human_bytes,
+    print_json,
+)
+from jdelta.errors import FormatError, JDeltaError, VersionNotFoundError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from jdelta.stream import Chain
+    from jdelta.wire.manifest import Manifest, VersionId
+
+
+@command
+def inspect(
+    url: Url,
+    version: Version = None,
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="Show each tensor of the version, too.")
+    ] = False,
+    last: Annotated[
+        int, typer.Option(min=0, help="Show only so many newest versions; 0: all.")
+    ] = 0,
+    as_json: Json = False,
+    debug: Debug = False,
+) -> None:
+    """Show a run's versions: kinds, sizes, densities, steps and times.
+
+    With `--version`, only the chain that rebuilds that version.
+    """
+    from rich.console import Console
+
+    from jdelta.stream import Chain
+
+    chain = Chain(url)
+    tip = chain.latest()
+    if tip is None:
+        raise VersionNotFoundError(
+            f"{url} holds no committed version: nothing was published there yet, or "
+            "the URL is not a run's"
+        )
+    if version is None:
+        rows = [_row(chain, vid) for vid in list(chain.versions())[-last:]]
+        shown = chain.manifest(tip) if tensors else None
+    else:
+        vid = chain.locate(version)
+        if vid is None or version > tip.version:
+            raise VersionNotFoundError(
+                f"{url} has no version {version}; its newest is {tip.version}"
+            )
+        path = [_describe(manifest) for manifest in chain.path_back(vid)]
+        rows = path[::-1][-last:]
+        shown = chain.manifest(vid) if tensors else None
+    anchors = _later_anchors(chain)
+    for row in rows:
+        row["later_anchor"] = (row["epoch"], row["version"]) in anchors
+    per_tensor = [] if shown is None else _tensors(shown)
+    if as_json:
+        result: dict[str, Any] = {"url": url, "run": chain.run, "newest": tip.version}
+        result |= {"epochs": [segment.epoch for segment in chain.segments]}
+        result |= {"versions": rows} | ({"tensors": per_tensor} if tensors else {})
+        print_json(result)
+    else:
+        console = Console(highlight=False)
+        _print_versions(console, chain, tip, rows)
+        if shown is not None:
+            _print_tensors(console, shown, per_tensor)
+    broken = [row["version"] for row in rows if "error" in row]
+    if broken:
+        raise JDeltaError(
+            f"{len(broken)} manifests could not be read, first: {broken[0]}"
+        )
+
+
+def _row(chain: Chain, vid: VersionId) -> dict[str, Any]:
+    try:
+        return _describe(chain.manifest(vid))
+    except (FormatError, VersionNotFoundError) as error:
+        return {"epoch": vid.epoch, "version": vid.version, "error": str(error)}
+
+
+def _describe(manifest: Manifest) -> dict[str, Any]:
+    elements = sum(math.prod(t.shape) for t in manifest.tensors.values())
+    changed = sum(t.changed for t in manifest.tensors.values())
+    base = manifest.base
+    return {
+        "epoch": manifest.epoch,
+        "version": manifest.version,
+        "kind": manifest.kind,
+        "base": None if base is None else base.version,
+        "step": manifest.step,
+        "created": manifest.created,
+        "codec": manifest.codec,
+        "objects": len(manifest.objects),
+        "bytes": sum(ref.size for ref in manifest.objects),
+        "elements": elements,
+        "changed": changed,
+        "density": changed / elements if elements else 0.0,
+        "digest": f"{manifest.digest:016x}",
+    }
+
+
+def _later_anchors(chain: Chain) -> set[tuple[int, int]]:
+    """Epoch and version of every anchor made later for a version that is a delta."""
+    from jdelta.wire import names
+
+    found = set()
+    for info in chain.bucket.list("manifests/"):
+        parsed = names.parse_manifest_name(info.name)
+        if parsed is not None and parsed.alternate == "anchor":
+            found.add((parsed.epoch, parsed.version))
+    return found
+
+
+def _tensors(manifest: Manifest) -> list[dict[str, Any]]:
+    rows = []
+    for name, entry in manifest.tensors.items():
+        size = math.prod(entry.shape)
+        rows.append(
+            {
+                "name": name,
+                "dtype": entry.dtype,
+                "shape": list(entry.shape),
+                "changed": entry.changed,
+                "density": entry.changed / size if size else 0.0,
+                "digest": f"{entry.digest:016x}",
+            }
+        )
+    return rows
+
+
+def _print_versions(
+    console: Console, chain: Chain, tip: VersionId, rows: list[dict[str, Any]]
+) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    # Names and messages come from the bucket: shown as text, never as markup.
+    console.print(Text(f"{chain.bucket.url}: run {chain.run}, newest {tip.version}"))
+    table = Table()
+    for heading in ("version", "kind", "base", "epoch", "step", "bytes", "density"):
+        table.add_column(heading, justify="right")
+    table.add_column("created (UTC)")
+    for row in rows:
+        if "error" in row:
+            table.add_row(str(row["version"]), Text(f"unreadable: {row['error']}"))
+            continue
+        table.add_row(
+            str(row["version"]),
+            Text(row["kind"] + (" + anchor" if row["later_anchor"] else "")),
+            "" if row["base"] is None else str(row["base"]),
+            str(row["epoch"]),
+            "" if row["step"] is None else str(row["step"]),
+            human_bytes(row["bytes"]),
+            f"{row['density']:.3%}",
+            _time(row["created"]),
+        )
+    console.print(table)
+    sound = [row for row in rows if "error" not in row]
+    deltas = [row["density"] for row in sound if row["kind"] == "delta"]
+    total = sum(row["bytes"] for row in sound)
+    mean = f", mean density of deltas {sum(deltas) / len(deltas):.3%}" if deltas else ""
+    console.print(f"{len(rows)} versions, {human_bytes(total)}{mean}")
+
+
+def _print_tensors(
+    console: Console, manifest: Manifest, rows: list[dict[str, Any]]
+) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=f"tensors of version {manifest.version}", title_justify="left")
+    table.add_column("name", overflow="fold")
+    table.add_column("dtype")
+    table.add_column("shape")
+    table.add_column("changed", justify="right")
+    table.add_column("density", justify="right")
+    for row in rows:
+        table.add_row(
+            Text(row["name"]),
+            row["dtype"],
+            Text("x".join(map(str, row["shape"])) or "scalar"),
+            f"{row['changed']:,}",
+            f"{row['density']:.3%}",
+        )
+    console.print(table)
+
+
+def _time(seconds: float) -> str:
+    try:
+        moment = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    except (ValueError, OverflowError, OSError):
+        return f"{seconds:g} s"
+    return moment.strftime("%Y-%m-%d %H:%M:%S")
