@@ -141,6 +141,8 @@ def encode_anchor(
             epoch=vid.epoch,
             version=vid.version,
             kind="anchor",
+            codec="none",
+            values="none",
             base=None,
             step=step,
             created=time.time(),
