@@ -83,7 +83,8 @@ def inspect(
     broken = [row["version"] for row in rows if "error" in row]
     if broken:
         raise JDeltaError(
-            f"{len(broken)} manifests could not be read, first: {broken[0]}"
+            f"manifests that cannot be read: {len(broken)}, the first of them that of "
+            f"version {broken[0]}"
         )
 
 
@@ -151,14 +152,15 @@ def _print_versions(
     from rich.text import Text
 
     # Names and messages come from the bucket: shown as text, never as markup.
-    console.print(Text(f"{chain.bucket.url}: run {chain.run}, newest {tip.version}"))
+    console.print(Text(chain.bucket.url), soft_wrap=True)
+    console.print(Text(f"run {chain.run}, newest version {tip.version}"))
     table = Table()
     for heading in ("version", "kind", "base", "epoch", "step", "bytes", "density"):
         table.add_column(heading, justify="right")
     table.add_column("created (UTC)")
     for row in rows:
         if "error" in row:
-            table.add_row(str(row["version"]), Text(f"unreadable: {row['error']}"))
+            table.add_row(str(row["version"]), "unreadable")
             continue
         table.add_row(
             str(row["version"]),
@@ -171,6 +173,9 @@ def _print_versions(
             _time(row["created"]),
         )
     console.print(table)
+    for row in rows:
+        if "error" in row:
+            console.print(Text(f"version {row['version']}: {row['error']}"))
     sound = [row for row in rows if "error" not in row]
     deltas = [row["density"] for row in sound if row["kind"] == "delta"]
     total = sum(row["bytes"] for row in sound)

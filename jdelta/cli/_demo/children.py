@@ -102,16 +102,16 @@ class Children:
             JDeltaError: It did not end well; the message holds the last lines of its
                 standard error.
         """
-        process = self._processes[name]
         try:
-            code: int | str = process.wait(_GRACE)
+            code = self._processes[name].wait(_GRACE)
         except subprocess.TimeoutExpired:
-            code = "none yet"
-        if code != 0:
-            how = f"was killed by signal {-code}" if _signalled(code) else "died"
             raise JDeltaError(
-                f"the {name} process {how} (exit status {code}); its last words:\n"
-                + self._tail(name)
+                f"the {name} process fell silent and does not end"
+            ) from None
+        if code != 0:
+            how = f"was killed by signal {-code}" if code < 0 else f"died (exit {code})"
+            raise JDeltaError(
+                f"the {name} process {how}; its last words:\n{self._tail(name)}"
             )
 
     def _tail(self, name: str) -> str:
@@ -139,7 +139,3 @@ class Children:
                 process.stdin.close()
         for errors in self._errors.values():
             errors.close()
-
-
-def _signalled(code: int | str) -> bool:
-    return isinstance(code, int) and code < 0
