@@ -74,7 +74,7 @@ def apply(update: Update, tree: Any, *, donate: bool) -> Any:
             if donate:
                 for leaf in leaves:
                     leaf.delete()
-        update.times["apply"] = time.perf_counter() - start
+            update.times["apply"] = time.perf_counter() - start
         return jax.tree.unflatten(treedef, [new[name] for name in names])
     # Gather and prove everything before the first write.
     gathered = {
@@ -91,7 +91,7 @@ def apply(update: Update, tree: Any, *, donate: bool) -> Any:
         for name, bits in patches.items():
             named[name] = _scatter(named[name], gathered[name], bits, donate)
         jax.block_until_ready(list(named.values()))
-    update.times["apply"] = time.perf_counter() - staged
+        update.times["apply"] = time.perf_counter() - staged
     return jax.tree.unflatten(treedef, [named[name] for name in names])
 
 

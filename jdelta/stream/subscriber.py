@@ -15,6 +15,7 @@ from jdelta.bucket import Bucket, open_bucket
 from jdelta.errors import (
     BucketUnavailableError,
     JDeltaError,
+    StateMismatchError,
     WaitTimeoutError,
 )
 from jdelta.stream.chain import Chain
@@ -26,7 +27,7 @@ from jdelta.stream.update import Update
 from jdelta.wire import names
 from jdelta.wire.changes import Steps, compose
 from jdelta.wire.control import ReaderStatus
-from jdelta.wire.manifest import VersionId
+from jdelta.wire.manifest import Manifest, VersionId
 
 _log = logging.getLogger(__name__)
 
@@ -135,8 +136,7 @@ class Subscriber:
         self.wait_for(0 if version is None else version, timeout)
         with self._lock:
             meter = Meter()
-            vid = resolve(self._chain, version)
-            weights, manifest = rebuild(self._chain, vid, meter, newest=version is None)
+            weights, manifest = self._rebuild(version, meter)
             if like is None:
                 params = shaped(weights, manifest)
             else:
@@ -144,11 +144,40 @@ class Subscriber:
 
                 params = _jax.place(weights, manifest.specs(), like)
             self._count(meter)
-            self._held = manifest.id
-            if self._stager is not None:
-                self._stager.reset(manifest.id)
+            self._hold(manifest.id)
         self._report()
         return params
+
+    def whole(self, version: int | None = None, *, timeout: float = 60.0) -> Update:
+        """Rebuilds and proves a version as an update that replaces every weight.
+
+        What `restore` does, for a receiver that writes into weights it already has:
+        the version is held once the update is applied, and a write that fails half-way
+        is known as torn.
+
+        Args:
+            version: The version wanted. None: the newest that sound objects lead to.
+            timeout: Seconds to wait for the version to be committed.
+
+        Raises:
+            WaitTimeoutError: nothing was committed in time.
+            VersionNotFoundError: the version was removed.
+            CorruptError: no sound objects lead to it.
+        """
+        self.wait_for(0 if version is None else version, timeout)
+        with self._lock:
+            meter = Meter()
+            weights, manifest = self._rebuild(version, meter)
+            self._count(meter)
+        return Update(
+            manifest=manifest,
+            base=None,
+            steps=None,
+            weights=weights,
+            nbytes=sum(meter.bytes.values()),
+            times=meter.times,
+            _writing=self._replacing,
+        )
 
     # -- following
 
@@ -256,10 +285,41 @@ class Subscriber:
             _writing=self._writing,
         )
 
+    def _rebuild(
+        self, version: int | None, meter: Meter
+    ) -> tuple[dict[str, np.ndarray], Manifest]:
+        vid = resolve(self._chain, version)
+        return rebuild(self._chain, vid, meter, newest=version is None)
+
+    def _hold(self, vid: VersionId) -> None:
+        self._held = vid
+        if self._stager is not None:
+            self._stager.reset(vid)
+
+    @contextlib.contextmanager
+    def _replacing(self, update: Update) -> Iterator[None]:
+        """`_writing` for weights that did not come through `updates`."""
+        with self._writing(update):
+            yield
+        with self._lock:
+            self._hold(update.manifest.id)
+
     @contextlib.contextmanager
     def _writing(self, update: Update) -> Iterator[None]:
         """A write that does not end leaves a torn state, which only an anchor heals."""
-        before, self._held = self._held, None
+        before = self._held
+        # The version it leads to is fine too: a second copy of the weights is brought
+        # there, and whether that copy is the base version's is proved by its bits.
+        if update.base is not None and (
+            before is None or before.version not in (update.base, update.version)
+        ):
+            held = "a torn state or none" if before is None else before.version
+            raise StateMismatchError(
+                f"the update leads from version {update.base} to {update.version}, but "
+                f"what is held is {held}; nothing was written; go on with the next "
+                "update, which leads from what is held"
+            )
+        self._held = None
         written = False
         try:
             yield
