@@ -1,0 +1,87 @@
+"""Reading leaves a block at a time, by a table of where each block lies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jdelta.delta._bits import to_bits
+from jdelta.delta._layout import RANK_ELEMENTS, Large
+
+
+class Table(NamedTuple):
+    """Where each block lies; a row for each block, or one block's scalars.
+
+    Attributes:
+        leaf: number of the large leaf.
+        row: row in it.
+        column: first column of the block; the last block of a row starts early so
+            that it ends with the row.
+        skip: elements at the block's start that the block before it covers.
+        start: flat position of the block's first element in its group.
+    """
+
+    leaf: Any
+    row: Any
+    column: Any
+    skip: Any
+    start: Any
+
+    @classmethod
+    def of(cls, large: Sequence[Large], block: int) -> Table:
+        """The blocks of all large leaves, in flat order."""
+        rows = []
+        for number, leaf in enumerate(large):
+            for row in range(leaf.rows):
+                for wanted in range(0, leaf.columns, block):
+                    column = max(0, min(wanted, leaf.columns - block))
+                    start = leaf.start + row * leaf.columns + column
+                    rows.append((number, row, column, wanted - column, start))
+        return cls(*np.array(rows, np.uint32).T)
+
+    def at(self, unit: jax.Array) -> Table:
+        """One block's scalars."""
+        return Table(*(jnp.asarray(column)[unit] for column in self))
+
+
+def round_up(size: int) -> int:
+    """`size` elements in whole rank blocks."""
+    return -(-size // RANK_ELEMENTS) * RANK_ELEMENTS
+
+
+def choose(which: jax.Array, branches: Sequence[Any], *args: Any) -> Any:
+    """`branches[which](*args)`."""
+    if len(branches) == 1:
+        return branches[0](*args)
+    return lax.switch(which.astype(np.int32), branches, *args)
+
+
+def gather_batch(leaves: Sequence[Any], size: int) -> jax.Array:
+    """The bits of several leaves, one behind the other, with zeros up to `size`."""
+    parts = [to_bits(x).reshape(-1) for x in leaves]
+    missing = size - sum(part.size for part in parts)
+    return jnp.concatenate([*parts, jnp.zeros(missing, parts[0].dtype)])
+
+
+def block_bits(
+    x: Any, large: Large, row: jax.Array, column: jax.Array, block: int
+) -> jax.Array:
+    """The bits of one block of a leaf, or of a whole row that is shorter."""
+    size = (1, min(block, large.columns))
+    view = to_bits(x).reshape(large.rows, large.columns)
+    return lax.dynamic_slice(view, (row, column), size).reshape(-1)
+
+
+def drop_first(words: jax.Array, skip: jax.Array, size: int) -> jax.Array:
+    """`words` without the first `skip` bits, with zeros up to `size` words."""
+    first = jnp.arange(words.size, dtype=np.uint32) * np.uint32(32)
+    hidden = jnp.minimum(jnp.maximum(skip, first) - first, np.uint32(32))
+    # Two shifts: a shift by all 32 bits is not defined.
+    half = hidden >> 1
+    keep = (np.uint32(0xFFFFFFFF) << half) << (hidden - half)
+    return jnp.pad(words & keep, (0, size - words.size))
