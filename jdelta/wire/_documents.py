@@ -10,30 +10,39 @@ from jdelta.errors import FormatError
 
 FORMAT = "jdelta"
 FORMAT_VERSION = 1
-MAX_BYTES = 64 << 20
+MAX_BYTES = 32 << 20
+"""Of a manifest: some 200,000 tensors."""
 MAX_INT = (1 << 63) - 1
 
 
 def dump(kind: str, fields: dict[str, Any]) -> bytes:
-    """A document as compact ASCII JSON; the same bytes for the same fields."""
+    """A document as compact ASCII JSON; the same bytes for the same fields.
+
+    Raises:
+        FormatError: it is larger than is read.
+    """
     document = {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "type": kind,
         **fields,
     }
-    return json.dumps(
+    data = json.dumps(
         document, ensure_ascii=True, allow_nan=False, separators=(",", ":")
     ).encode()
+    _check_size(data, kind, MAX_BYTES)
+    return data
 
 
-def load(data: bytes | bytearray | memoryview, kind: str) -> Fields:
+def load(
+    data: bytes | bytearray | memoryview, kind: str, max_bytes: int = MAX_BYTES
+) -> Fields:
     """The fields of a document of type `kind`.
 
     Raises:
         FormatError: the bytes are no such document, or one of a newer format.
     """
-    fields = Fields(parse_object(data, kind), kind)
+    fields = Fields(parse_object(data, kind, max_bytes), kind)
     if fields.take("format") != FORMAT:
         fields.fail("format", f"is not {FORMAT!r}")
     version = fields.integer("format_version", 1)
@@ -56,11 +65,11 @@ def parse_object(
     Raises:
         FormatError: the bytes are something else.
     """
-    if len(data) > max_bytes:
-        raise FormatError(f"{kind}: {len(data)} bytes, at most {max_bytes} are read")
+    data = bytes(data)
+    _check_size(data, kind, max_bytes)
     try:
         value = json.loads(
-            bytes(data).decode("utf-8"),
+            data.decode("utf-8"),
             object_pairs_hook=_pairs,
             parse_constant=_refuse_constant,
             parse_int=_parse_int,
@@ -150,6 +159,14 @@ def is_text(value: str) -> bool:
 def is_hexadecimal(value: str, digits: int) -> bool:
     """Whether `value` is that many lower-case hexadecimal digits."""
     return len(value) == digits and not value.strip("0123456789abcdef")
+
+
+def _check_size(data: bytes, kind: str, max_bytes: int) -> None:
+    if len(data) > max_bytes:
+        raise FormatError(f"{kind}: {len(data)} bytes, at most {max_bytes} are read")
+    # Empty lists would take 30 times their text in memory.
+    if data.count(b"[") + data.count(b"{") > 1024 + len(data) // 8:
+        raise FormatError(f"{kind}: more lists and objects than it could need")
 
 
 def _show(value: Any) -> str:

@@ -89,6 +89,8 @@ class StreamReader:
                     f"a stream holds {piece.nbytes} bytes, expected {size}"
                 )
             return piece
+        if piece.nbytes >= size:
+            raise FormatError(f"a zstd frame of {piece.nbytes} bytes stands for {size}")
         return memoryview(_decompress(piece, size))
 
     def end(self) -> None:

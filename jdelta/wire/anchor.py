@@ -119,15 +119,17 @@ def read_anchor_object(
     Runs on the calling thread; reads and hashes with the GIL released.
     """
     source = _Hashed(stream, ref)
-    length = safetensors.header_length(source.take(safetensors.LENGTH_BYTES), ref.size)
+    length = safetensors.header_length(
+        source.take(safetensors.LENGTH_BYTES), ref.size, specs
+    )
     header = safetensors.parse_header(source.take(length), ref.size)
-    found = {tensor.spec.name: tensor.spec for tensor in header.tensors}
-    if found != dict(specs):
-        wrong = sorted(n for n in {*found, *specs} if found.get(n) != specs.get(n))
-        raise FormatError(
-            f"{ref.name}: other tensors than its manifest lists: {wrong[:5]} of "
-            f"{len(wrong)}"
-        )
+    safetensors.check_names(header, specs)
+    for tensor in header.tensors:
+        if tensor.spec != specs[tensor.spec.name]:
+            raise FormatError(
+                f"{ref.name}: {tensor.spec}, its manifest lists "
+                f"{specs[tensor.spec.name]}"
+            )
     for tensor in header.tensors:
         target = into(tensor.spec.name)
         if target.nbytes != tensor.end - tensor.start or not target.flags.c_contiguous:

@@ -2,18 +2,53 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
+from typing import ClassVar, Self
 
 from jdelta.errors import FormatError
 from jdelta.wire import names
-from jdelta.wire._documents import dump, load
+from jdelta.wire._documents import Fields, dump, load
 from jdelta.wire.manifest import VersionId, parse_version_id
 
 MAX_DOCUMENT_BYTES = 1 << 16
 
 
+class _Document(abc.ABC):
+    """A dataclass that is one JSON document."""
+
+    _kind: ClassVar[str]
+
+    def to_json(self) -> bytes:
+        """The document; the same bytes for the same values.
+
+        Raises:
+            FormatError: a field is none that a reader would take.
+        """
+        data = dump(self._kind, vars(self))
+        self.parse(data)
+        return data
+
+    @classmethod
+    def parse(cls, data: bytes | bytearray | memoryview) -> Self:
+        """The values of a document.
+
+        Raises:
+            FormatError: it is something else, or follows a newer format.
+        """
+        fields = load(data, cls._kind, MAX_DOCUMENT_BYTES)
+        found = cls._from(fields)
+        fields.end()
+        return found
+
+    @classmethod
+    @abc.abstractmethod
+    def _from(cls, fields: Fields) -> Self:
+        """Takes and checks the fields."""
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RunInfo:
+class RunInfo(_Document):
     """`run.json`: which run a bucket holds.
 
     Attributes:
@@ -24,21 +59,15 @@ class RunInfo:
     run: str
     created: float
 
-    def to_json(self) -> bytes:
-        """The document."""
-        return dump("run", {"run": self.run, "created": self.created})
+    _kind: ClassVar[str] = "run"
 
     @classmethod
-    def parse(cls, data: bytes | bytearray | memoryview) -> RunInfo:
-        """Reads the document. Raises FormatError if it is something else."""
-        fields = load(data, "run")
-        found = cls(run=fields.text("run", 128), created=fields.number("created"))
-        fields.end()
-        return found
+    def _from(cls, fields: Fields) -> Self:
+        return cls(run=fields.text("run", 128), created=fields.number("created"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class EpochClaim:
+class EpochClaim(_Document):
     """`epochs/…json`: a publisher's claim to write the run from here on.
 
     Attributes:
@@ -55,23 +84,10 @@ class EpochClaim:
     writer: str
     created: float
 
-    def to_json(self) -> bytes:
-        """The document."""
-        return dump(
-            "epoch",
-            {
-                "run": self.run,
-                "epoch": self.epoch,
-                "base": None if self.base is None else list(self.base),
-                "writer": self.writer,
-                "created": self.created,
-            },
-        )
+    _kind: ClassVar[str] = "epoch"
 
     @classmethod
-    def parse(cls, data: bytes | bytearray | memoryview) -> EpochClaim:
-        """Reads the document. Raises FormatError if it is something else."""
-        fields = load(data, "epoch")
+    def _from(cls, fields: Fields) -> Self:
         base = fields.take("base")
         found = cls(
             run=fields.text("run", 128),
@@ -89,7 +105,7 @@ class EpochClaim:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Pointer:
+class Pointer(_Document):
     """`pointer.json`: the newest committed version, as far as its writer knows.
 
     Attributes:
@@ -106,14 +122,10 @@ class Pointer:
     manifest: str
     sha256: str
 
-    def to_json(self) -> bytes:
-        """The document."""
-        return dump("pointer", dataclasses.asdict(self))
+    _kind: ClassVar[str] = "pointer"
 
     @classmethod
-    def parse(cls, data: bytes | bytearray | memoryview) -> Pointer:
-        """Reads the document. Raises FormatError if it is something else."""
-        fields = load(data, "pointer")
+    def _from(cls, fields: Fields) -> Self:
         found = cls(
             run=fields.text("run", 128),
             epoch=fields.integer("epoch", 1, names.MAX_EPOCH),
@@ -131,7 +143,7 @@ class Pointer:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReaderStatus:
+class ReaderStatus(_Document):
     """`readers/<id>.json`: which version a subscriber holds.
 
     Attributes:
@@ -148,20 +160,14 @@ class ReaderStatus:
     version: int
     time: float
 
-    def to_json(self) -> bytes:
-        """The document."""
-        return dump("reader", dataclasses.asdict(self))
+    _kind: ClassVar[str] = "reader"
 
     @classmethod
-    def parse(cls, data: bytes | bytearray | memoryview) -> ReaderStatus:
-        """Reads the document. Raises FormatError if it is something else."""
-        fields = load(data, "reader")
-        found = cls(
+    def _from(cls, fields: Fields) -> Self:
+        return cls(
             reader=fields.text("reader", 128),
             run=fields.text("run", 128),
             epoch=fields.integer("epoch", 1, names.MAX_EPOCH),
             version=fields.integer("version", 0, names.MAX_VERSION),
             time=fields.number("time"),
         )
-        fields.end()
-        return found

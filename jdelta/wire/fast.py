@@ -22,6 +22,8 @@ _HEAD = struct.Struct("<BBBBI")
 _GAPS, _BITMAP, _DENSE = 0, 1, 2
 _SMALL, _PLANES = 0, 1
 _ESCAPE = 255
+# A bitmap is tried where 1 element in so many changed, and gaps below 1 in so many.
+_BITMAP_FROM, _BITMAP_ALWAYS_FROM = 8, 3
 _MAX_LOW_BITS = 14
 _Pieces = list[bytes | memoryview]
 
@@ -38,13 +40,7 @@ def encode(positions: np.ndarray, steps: np.ndarray, n_elements: int) -> bytes:
         At most as many bytes as the chunk's elements have, and a header of 8 bytes and
         4 per byte of an element.
     """
-    mode, low_bits = _GAPS, 0
-    pieces: _Pieces = []
-    if positions.size * 8 > n_elements:
-        mode = _BITMAP
-        _put_bitmap(pieces, positions, n_elements)
-    else:
-        low_bits = _put_gaps(pieces, positions)
+    pieces, mode, low_bits = _put_positions(positions, n_elements)
     values = _put_values(pieces, steps)
     if _size(pieces) > n_elements * steps.itemsize // 2:
         spread = np.zeros(n_elements, steps.dtype)
@@ -114,17 +110,27 @@ def _size(pieces: _Pieces) -> int:
     return sum(len(piece) for piece in pieces)
 
 
-def _put_bitmap(out: _Pieces, positions: np.ndarray, n_elements: int) -> None:
-    flags = np.zeros(n_elements, np.uint8)
-    flags[positions] = 1
-    put(out, np.packbits(flags, bitorder="little"), squeeze=True)
+def _put_positions(positions: np.ndarray, n_elements: int) -> tuple[_Pieces, int, int]:
+    """The shorter of a bitmap and of gaps, which kind it is, and a gap's low bits."""
+    gaps: _Pieces = []
+    bitmap: _Pieces = []
+    if positions.size * _BITMAP_FROM < n_elements:
+        return gaps, _GAPS, _put_gaps(gaps, positions)
+    flags = np.zeros(n_elements, np.bool_)
+    flags[positions] = True
+    put(bitmap, np.packbits(flags, bitorder="little"), squeeze=True)
+    if positions.size * _BITMAP_ALWAYS_FROM < n_elements:
+        low_bits = _put_gaps(gaps, positions)
+        if _size(gaps) <= _size(bitmap):
+            return gaps, _GAPS, low_bits
+    return bitmap, _BITMAP, 0
 
 
 def _take_bitmap(reader: StreamReader, count: int, n_elements: int) -> np.ndarray:
     packed = np.frombuffer(reader.stream(-(-n_elements // 8)), np.uint8)
     _check_padding(packed, n_elements)
     positions = np.flatnonzero(
-        np.unpackbits(packed, count=n_elements, bitorder="little")
+        np.unpackbits(packed, count=n_elements, bitorder="little").view(np.bool_)
     )
     if positions.size != count:
         raise FormatError(
@@ -134,14 +140,19 @@ def _take_bitmap(reader: StreamReader, count: int, n_elements: int) -> np.ndarra
 
 
 def _put_gaps(out: _Pieces, positions: np.ndarray) -> int:
-    gaps = np.diff(positions, prepend=-1).astype(np.uint32) - np.uint32(1)
+    at = positions.astype(np.uint32)
+    gaps = np.empty_like(at)
+    gaps[:1] = at[:1]
+    np.subtract(at[1:], at[:-1], out=gaps[1:])
+    gaps[1:] -= np.uint32(1)
     low_bits = _choose_low_bits(gaps)
+    low = gaps.astype(np.uint8 if low_bits <= 8 else np.uint16)
     for bit in range(low_bits):
-        plane = (gaps >> np.uint32(bit)).astype(np.uint8) & np.uint8(1)
+        plane = (low >> low.dtype.type(bit)) & low.dtype.type(1)
         put(out, np.packbits(plane, bitorder="little"), squeeze=False)
-    high = gaps >> np.uint32(low_bits)
-    put(out, np.minimum(high, _ESCAPE).astype(np.uint8), squeeze=True)
-    put(out, high[high >= _ESCAPE].astype("<u4"), squeeze=False)
+    gaps >>= np.uint32(low_bits)
+    put(out, np.minimum(gaps, np.uint32(_ESCAPE)).astype(np.uint8), squeeze=True)
+    put(out, gaps[gaps >= _ESCAPE].astype("<u4"), squeeze=False)
     return low_bits
 
 
@@ -156,69 +167,85 @@ def _choose_low_bits(gaps: np.ndarray) -> int:
 def _take_gaps(
     reader: StreamReader, count: int, low_bits: int, n_elements: int
 ) -> np.ndarray:
-    low = np.zeros(count, np.int64)
+    low = np.zeros(count, np.uint8 if low_bits <= 8 else np.uint16)
     for bit in range(low_bits):
-        low |= _take_flags(reader, count).astype(np.int64) << bit
-    high = np.frombuffer(reader.stream(count), np.uint8).astype(np.int64)
+        flags = _take_flags(reader, count).astype(low.dtype, copy=False)
+        flags <<= low.dtype.type(bit)
+        low |= flags
+    high = np.frombuffer(reader.stream(count), np.uint8)
+    gaps = high.astype(np.uint32)
     escaped = np.flatnonzero(high == _ESCAPE)
     wide = np.frombuffer(reader.stream(4 * escaped.size), "<u4")
-    if (wide < _ESCAPE).any() or (wide >= MAX_ELEMENTS).any():
+    if (wide < _ESCAPE).any() or (wide >= MAX_ELEMENTS >> low_bits).any():
         raise FormatError("a chunk has a gap that its escape cannot stand for")
-    high[escaped] = wide
-    gaps = (high << low_bits) + low
-    positions = np.cumsum(gaps + 1) - 1
+    gaps[escaped] = wide
+    gaps <<= np.uint32(low_bits)
+    gaps += low
+    gaps[1:] += np.uint32(1)
+    positions = np.cumsum(gaps, dtype=np.int64)
     if count and positions[-1] >= n_elements:
         raise FormatError(f"a chunk changes element {positions[-1]} of {n_elements}")
     return positions
 
 
 def _put_values(out: _Pieces, steps: np.ndarray) -> int:
-    bits = steps.itemsize * 8
-    signs = (steps >> (bits - 1)).astype(np.uint8)
-    sizes = np.where(signs.astype(np.bool_), np.negative(steps), steps)
-    more = np.flatnonzero(sizes > 1)
-    wide = np.count_nonzero(sizes > 256)
-    if more.size * 2 > steps.size or wide * 8 > steps.size:
+    """The shorter of small steps and of byte planes; returns which."""
+    small: _Pieces = []
+    more, wide = _put_small(small, steps)
+    # Planes are worth a try where few steps are of one unit or many need an escape.
+    if more * 2 > steps.size or wide * 8 > steps.size:
         planes: _Pieces = []
         _put_planes(planes, steps)
-        small: _Pieces = []
-        _put_small(small, signs, sizes)
-        if _size(planes) <= _size(small):
+        if _size(planes) < _size(small):
             out += planes
             return _PLANES
-        out += small
-        return _SMALL
-    _put_small(out, signs, sizes)
+    out += small
     return _SMALL
 
 
-def _put_small(out: _Pieces, signs: np.ndarray, sizes: np.ndarray) -> None:
-    put(out, np.packbits(signs, bitorder="little"), squeeze=False)
-    put(out, np.packbits(sizes > 1, bitorder="little"), squeeze=True)
-    rest = sizes[sizes > 1] - sizes.dtype.type(2)
-    put(out, np.minimum(rest, _ESCAPE).astype(np.uint8), squeeze=True)
+def _put_small(out: _Pieces, steps: np.ndarray) -> tuple[int, int]:
+    """Returns how many steps are of more than one unit, and how many escape."""
+    one = steps.dtype.type(1)
+    signs = steps >> steps.dtype.type(steps.itemsize * 8 - 1)
+    # Two's complement: all ones for a negative step.
+    mask = np.negative(signs)
+    sizes = steps ^ mask
+    sizes += signs
+    put(out, np.packbits(signs.astype(np.bool_), bitorder="little"), squeeze=False)
+    flags = sizes > one
+    put(out, np.packbits(flags, bitorder="little"), squeeze=True)
+    rest = sizes[np.flatnonzero(flags)]
+    rest -= steps.dtype.type(2)
     wide = rest[rest >= _ESCAPE]
-    put(out, wide.astype(wide.dtype.newbyteorder("<")), squeeze=False)
+    capped = np.minimum(rest, rest.dtype.type(_ESCAPE)).astype(np.uint8)
+    put(out, capped, squeeze=True)
+    put(out, wide.astype(wide.dtype.newbyteorder("<"), copy=False), squeeze=False)
+    return rest.size, wide.size
 
 
 def _take_small(reader: StreamReader, count: int, itemsize: int) -> np.ndarray:
     dtype = np.dtype(f"u{itemsize}")
-    signs = _take_flags(reader, count).view(np.bool_)
-    more = np.flatnonzero(_take_flags(reader, count))
-    rest = np.frombuffer(reader.stream(more.size), np.uint8).astype(dtype)
-    escaped = np.flatnonzero(rest == _ESCAPE)
+    signs = _take_flags(reader, count)
+    more = np.flatnonzero(_take_flags(reader, count).view(np.bool_))
+    capped = np.frombuffer(reader.stream(more.size), np.uint8)
+    rest = capped.astype(dtype)
+    escaped = np.flatnonzero(capped == _ESCAPE)
     wide = np.frombuffer(
         reader.stream(itemsize * escaped.size), dtype.newbyteorder("<")
     )
-    half = 1 << (itemsize * 8 - 1)
-    if (wide < _ESCAPE).any() or (wide > half - 2).any():
+    if (wide < _ESCAPE).any():
         raise FormatError("a chunk has a step that its escape cannot stand for")
     rest[escaped] = wide
-    sizes = np.ones(count, dtype)
-    sizes[more] = rest + dtype.type(2)
-    if (sizes[~signs] >= half).any() or (sizes[signs] > half).any():
+    # The largest size, 2^(w-1), has no positive step.
+    largest = (1 << (itemsize * 8 - 1)) - 2
+    if (rest > largest).any() or not signs[more[rest == largest]].all():
         raise FormatError("a chunk has a step that is too large")
-    np.negative(sizes, out=sizes, where=signs)
+    rest += dtype.type(2)
+    sizes = np.ones(count, dtype)
+    sizes[more] = rest
+    mask = np.negative(signs.astype(dtype))
+    sizes ^= mask
+    sizes -= mask
     return sizes
 
 

@@ -160,7 +160,7 @@ class Manifest:
                 "kind": self.kind,
                 "base": None if self.base is None else list(self.base),
                 "step": self.step,
-                "created": self.created,
+                "created": float(self.created),
                 "codec": self.codec,
                 "values": self.values,
                 "layout": self.layout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from jdelta.errors import FormatError
@@ -11,6 +12,7 @@ from jdelta.wire.dtypes import NAMES, TensorSpec
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000
+_SPARE_BYTES = 1 << 16
 _MAX_DIMENSIONS = 32
 
 
@@ -40,16 +42,25 @@ class Header(NamedTuple):
     metadata: dict[str, str]
 
 
-def header_length(first: bytes | memoryview, file_size: int) -> int:
+def header_length(
+    first: bytes | memoryview, file_size: int, names: Iterable[str]
+) -> int:
     """The bytes of the JSON header, from the file's first 8 bytes.
+
+    Args:
+        first: Those bytes.
+        file_size: Bytes of the whole file.
+        names: The tensors expected: they bound what a header can need.
 
     Raises:
         FormatError: the file cannot hold such a header.
     """
     length = int.from_bytes(first, "little")
+    # Names may stand twice, in metadata too, each byte escaped as `\\u0000`.
+    needed = sum(2048 + 14 * len(name.encode()) for name in names)
     if (
         len(first) != LENGTH_BYTES
-        or not 2 <= length <= MAX_HEADER_BYTES
+        or not 2 <= length <= min(MAX_HEADER_BYTES, _SPARE_BYTES + needed)
         or length > file_size - LENGTH_BYTES
     ):
         raise FormatError(
@@ -93,15 +104,31 @@ def parse_header(data: bytes | memoryview, file_size: int) -> Header:
     return Header(tuple(tensors), metadata)
 
 
-def parse(data: bytes | memoryview) -> Header:
-    """The header of a whole file in memory.
+def parse(data: bytes | memoryview, names: Collection[str]) -> Header:
+    """The header of a whole file in memory, which must hold the tensors `names`.
 
     Raises:
         FormatError: as `parse_header`.
     """
     view = memoryview(data).cast("B")
-    length = header_length(view[:LENGTH_BYTES], view.nbytes)
-    return parse_header(view[LENGTH_BYTES : LENGTH_BYTES + length], view.nbytes)
+    length = header_length(view[:LENGTH_BYTES], view.nbytes, names)
+    header = parse_header(view[LENGTH_BYTES : LENGTH_BYTES + length], view.nbytes)
+    check_names(header, names)
+    return header
+
+
+def check_names(header: Header, names: Collection[str]) -> None:
+    """Checks that a file holds the tensors `names`: no fewer, no more.
+
+    Raises:
+        FormatError: it does not.
+    """
+    wrong = {tensor.spec.name for tensor in header.tensors} ^ set(names)
+    if wrong:
+        raise FormatError(
+            f"a file holds other tensors than its manifest lists: {sorted(wrong)[:5]} "
+            f"of {len(wrong)}"
+        )
 
 
 def _parse_tensor(name: str, entry: Any, begin: int) -> StoredTensor:

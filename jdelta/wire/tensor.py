@@ -56,10 +56,9 @@ def encode_tensor(spec: TensorSpec, changes: Changes) -> EncodedTensor:
     moved = 0
     for chunk, part in _split(changes.positions):
         start = chunk * CHUNK_ELEMENTS
-        positions = changes.positions[part].astype(np.int64)
-        old, new = changes.old[part], changes.new[part]
+        positions, old, new = (array[part] for array in changes)
         data = fast.encode(
-            positions - start,
+            (positions - start).astype(np.uint32),
             bits.step(old, new, spec.dtype),
             min(CHUNK_ELEMENTS, spec.size - start),
         )
