@@ -6,6 +6,7 @@ import dataclasses
 import statistics
 from typing import Any
 
+from rich import box
 from rich.table import Table
 
 from jdelta.cli._demo.channel import Settings
@@ -133,9 +134,11 @@ class Board:
         lags = ", ".join(
             f"{kind} {self._lag(follower)}" for kind, follower in self.followers.items()
         )
+        written, share = self._written()
         return (
             f"step {last['step']}/{self.settings.steps}, loss {last['loss']:.3f}, "
-            f"density {self.densities()[-1]:.2%}, {self._written()}, publish "
+            f"density {self.densities()[-1]:.2%}, {written} written ({share} of whole "
+            f"versions), publish "
             f"{last['publish_ms']:.2f} ms, steps behind: {lags}"
         )
 
@@ -144,50 +147,49 @@ class Board:
             return "-"
         return str(max(0, self.steps[-1]["step"] - follower.step))
 
-    def _written(self) -> str:
-        if not self.steps:
-            return "-"
+    def _written(self) -> tuple[str, str]:
+        """Bytes written so far, and their share of as many whole versions."""
         last = self.steps[-1]
-        versions = max(1, (last["committed"] or 0) + 1)
+        whole = max(1, (last["committed"] or 0) + 1) * self.full_bytes
         written = sum(last["written"].values())
-        share = written / (versions * self.full_bytes)
-        return f"{human_bytes(written)} = {share:.2%} of whole versions"
+        return human_bytes(written), f"{written / whole:.2%}"
+
+    def _phase(self) -> str:
+        if self.steps:
+            return "fine-tuning, every step published" if self.end is None else "done"
+        elapsed = self.pretrain.get("elapsed", 0.0)
+        return f"pretraining, {elapsed:.0f} of {self.settings.pretrain_seconds:.0f} s"
 
     def table(self) -> Table:
-        """The live table: the trainer, then its followers."""
-        last = self.steps[-1] if self.steps else {}
-        outer = Table.grid(padding=(0, 0))
-        trainer = Table(title="trainer", title_justify="left", expand=False)
-        for heading in ("phase", "step", "loss", "density", "last delta"):
+        """The live table: the trainer, then its followers. At most 80 columns."""
+        size = f", {human_bytes(self.full_bytes)} a version" if self.parameters else ""
+        trainer = _table(f"trainer: {self._phase()}{size}")
+        for heading in ("step", "loss", "density", "delta", "written", "of full"):
             trainer.add_column(heading, justify="right")
-        for heading in ("bytes written", "publish()", "step time"):
-            trainer.add_column(heading, justify="right")
-        if last:
-            delta = last["delta_bytes"]
+        trainer.add_column("publish", justify="right")
+        trainer.add_column("a step", justify="right")
+        if self.steps:
+            last = self.steps[-1]
             trainer.add_row(
-                "fine-tuning" if self.end is None else "done",
                 f"{last['step']}/{self.settings.steps}",
                 f"{last['loss']:.3f}",
                 f"{self.densities()[-1]:.2%}",
-                f"{human_bytes(delta)} of {human_bytes(self.full_bytes)}",
-                self._written(),
+                human_bytes(last["delta_bytes"]),
+                *self._written(),
                 f"{last['publish_ms']:.2f} ms",
                 f"{last['step_ms']:.0f} ms",
             )
         else:
-            elapsed = self.pretrain.get("elapsed", 0.0)
-            trainer.add_row(
-                f"pretraining {elapsed:.0f}/{self.settings.pretrain_seconds:.0f} s",
-                str(self.pretrain.get("step", "-")),
-                f"{self.pretrain['loss']:.3f}" if self.pretrain else "-",
-                *["-"] * 5,
-            )
+            loss = f"{self.pretrain['loss']:.3f}" if self.pretrain else "-"
+            step = str(self.pretrain.get("step", "-"))
+            trainer.add_row(step, loss, *["-"] * 6)
+        outer = Table.grid()
         outer.add_row(trainer)
         outer.add_row(self._followers_table())
         return outer
 
     def _followers_table(self) -> Table:
-        table = Table(title="followers", title_justify="left")
+        table = _table("followers")
         for heading in ("kind", "version", "updates", "apply", "behind"):
             table.add_column(heading, justify="right")
         table.add_column("equal")
@@ -248,6 +250,12 @@ class Board:
                 "publish_ms": _summary([step["publish_ms"] for step in self.steps]),
             },
         }
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
 
 
 def _summary(values: list[float]) -> dict[str, float]:

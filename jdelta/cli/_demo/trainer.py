@@ -62,7 +62,8 @@ def train(settings: Settings, channel: Channel) -> None:
     evaluate = jax.jit(lambda p: _model.loss(graphdef, _model.cast(p), held_out))
     tx = jdelta.wrap(optax.adamw(settings.learning_rate))
     opt_state = tx.init(params)
-    step = _model.make_step(graphdef, tx, stream=True)
+    # The first steps of a fresh AdamW change the most, with a large rate very much.
+    step = _model.make_step(graphdef, tx, stream=True, capacity=0.25)
     rng = np.random.default_rng(2)
     channel.send("truth", step=0, sha256=_truth(params))
     loss_before = float(evaluate(params))
