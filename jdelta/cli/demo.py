@@ -74,7 +74,7 @@ def demo(
     # Nothing but the JSON line may be on standard output under --json.
     console = Console(stderr=as_json, highlight=False)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_sigterm_interrupts())
+        stack.enter_context(_signals_interrupt())
         url = bucket or _temporary(stack, keep)
         _check_empty(url)
         if bucket or keep:
@@ -134,17 +134,19 @@ def _check_empty(url: str) -> None:
 
 
 @contextlib.contextmanager
-def _sigterm_interrupts() -> Iterator[None]:
-    """Make SIGTERM end the command as cleanly as Ctrl-C does."""
+def _signals_interrupt() -> Iterator[None]:
+    """Make SIGTERM and SIGHUP end the command as cleanly as Ctrl-C does."""
 
     def interrupt(number: int, frame: Any) -> None:
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, interrupt)
+    numbers = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+    before = [signal.signal(number, interrupt) for number in numbers]
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
 
 
 def _run(settings: Settings, console: Console) -> Board:

@@ -25,6 +25,7 @@ from jdelta.errors import CorruptError, JDeltaError
 if TYPE_CHECKING:
     import numpy as np
 
+    from jdelta.wire.anchor import AnchorFile
     from jdelta.wire.manifest import Manifest
 
 _SHARD_GB = 5.0  # what Hugging Face checkpoints use
@@ -61,9 +62,9 @@ def export(
             (tensor_spec(name, array), to_bits(array))
             for name, array in weights.items()
         )
-        anchor.write_anchor(tensors, folder, shard_bytes=int(shard_gb * 1e9))
+        files = anchor.write_anchor(tensors, folder, shard_bytes=int(shard_gb * 1e9))
+        _prove(files, manifest)
         _name_like_a_checkpoint(folder)
-        _prove(folder, manifest)
         names = sorted(path.name for path in folder.iterdir())
         size = sum(path.stat().st_size for path in folder.iterdir())
     if as_json:
@@ -139,7 +140,7 @@ def _name_like_a_checkpoint(folder: Path) -> None:
             path.unlink()
 
 
-def _prove(folder: Path, manifest: Manifest) -> None:
+def _prove(files: list[AnchorFile], manifest: Manifest) -> None:
     """Read the files back and digest every tensor.
 
     Raises:
@@ -147,23 +148,24 @@ def _prove(folder: Path, manifest: Manifest) -> None:
     """
     from jdelta.stream.fetch import Meter, prove
 
-    weights = {}
-    for path in folder.glob("*.safetensors"):
-        weights.update(_read(path))
+    weights: dict[str, np.ndarray] = {}
+    for file in files:
+        if file.tensors:
+            weights |= _read(file)
     if weights.keys() != manifest.tensors.keys():
-        raise CorruptError(f"{folder}: the files hold other tensors than the version")
+        raise CorruptError("the files hold other tensors than the version")
     prove(weights, manifest, Meter())
 
 
-def _read(path: Path) -> dict[str, np.ndarray]:
+def _read(file: AnchorFile) -> dict[str, np.ndarray]:
     """The flat bits of each tensor in a safetensors file, mapped, not loaded."""
     import numpy as np
 
     from jdelta.wire import safetensors
     from jdelta.wire.dtypes import bits_dtype
 
-    raw = np.memmap(path, np.uint8, mode="r")
+    raw = np.memmap(file.path, np.uint8, mode="r")
     return {
         spec.name: np.asarray(raw[start:end]).view(bits_dtype(spec.dtype))
-        for spec, start, end in safetensors.parse(raw.data).tensors
+        for spec, start, end in safetensors.parse(raw.data, file.tensors).tensors
     }

@@ -126,9 +126,10 @@ class Board:
 
     def line(self) -> str:
         """One line for a terminal that cannot redraw."""
+        if not self.steps and not self.pretrain:
+            return "starting the processes"
         if not self.steps:
-            seconds = self.pretrain.get("elapsed", 0.0)
-            loss = self.pretrain.get("loss", float("nan"))
+            seconds, loss = self.pretrain["elapsed"], self.pretrain["loss"]
             return f"pretraining {seconds:.0f} s, loss {loss:.3f}"
         last = self.steps[-1]
         lags = ", ".join(
