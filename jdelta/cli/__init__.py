@@ -7,10 +7,11 @@ line starts without JAX or torch, and `inspect`, `verify` and `export` never loa
 from __future__ import annotations
 
 import importlib
-import importlib.util
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 import jdelta
 from jdelta.cli.demo import demo
@@ -18,8 +19,22 @@ from jdelta.cli.export import export
 from jdelta.cli.inspect import inspect
 from jdelta.cli.verify import verify
 
+_LATE = {"bench": "jdelta.cli.bench"}  # groups whose module is imported when asked for
+
+
+class _Root(TyperGroup):
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *_LATE]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        if cmd_name in _LATE:
+            return get_command(importlib.import_module(_LATE[cmd_name]).app)
+        return super().get_command(ctx, cmd_name)
+
+
 app = typer.Typer(
     name="jdelta",
+    cls=_Root,
     help="Delta weight sync for JAX: stream exactly what changed, bit for bit.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -46,9 +61,6 @@ for _function in (demo, inspect, verify, export):
     _paragraphs = (_function.__doc__ or "").split("\n\n")
     _help = "\n\n".join(" ".join(paragraph.split()) for paragraph in _paragraphs)
     app.command(help=_help)(_function)
-if importlib.util.find_spec("jdelta.cli.bench") is not None:
-    _bench = importlib.import_module("jdelta.cli.bench")
-    app.add_typer(_bench.app, name="bench")
 
 
 def main() -> None:
