@@ -169,10 +169,11 @@ class Publisher:
                 dict of `jdelta.wire.Changes` by published name. Deltas follow each
                 other without gaps.
             step: The trainer's step, for the manifest.
-            params: The weights after this step, in the published dtypes. Looked at only
-                when whole weights are needed (an earlier delta overflowed its
-                capacity, or the chain in the bucket was damaged): then they are copied
-                on the device, without waiting, and written as an anchor.
+            params: The weights after this step, in the published dtypes, or a function
+                that returns them. Looked at only when whole weights are needed (an
+                earlier delta overflowed its capacity, or the chain in the bucket was
+                damaged): then they are copied on the device, without waiting, and
+                written as an anchor.
 
         Raises:
             PublishError: something failed in the background since the last call. This
@@ -320,7 +321,7 @@ class Publisher:
                 f"whole weights are needed because {self._needs_whole}: call publish "
                 "with params= (the weights after the step); this delta was not accepted"
             )
-        leaves = source.named_leaves(params)
+        leaves = source.named_leaves(params() if callable(params) else params)
         if source.specs_of(leaves) != self._specs:
             raise TreeError(
                 "params is not the published tree: pass the weights in the published "
