@@ -24,7 +24,7 @@ _SMALL, _PLANES = 0, 1
 _ESCAPE = 255
 # A bitmap is tried where 1 element in so many changed, and gaps below 1 in so many.
 _BITMAP_FROM, _BITMAP_ALWAYS_FROM = 8, 3
-_MAX_LOW_BITS = 14
+_MAX_LOW_BITS = 14  # of gaps below 2^22
 _Pieces = list[bytes | memoryview]
 
 
@@ -158,10 +158,10 @@ def _put_gaps(out: _Pieces, positions: np.ndarray) -> int:
 
 def _choose_low_bits(gaps: np.ndarray) -> int:
     """The fewest low bits with which at most one high part in 1000 escapes."""
-    low_bits = 0
-    while np.count_nonzero(gaps >= (_ESCAPE << low_bits)) > gaps.size // 1000:
-        low_bits += 1
-    return low_bits
+    for low_bits in range(_MAX_LOW_BITS):
+        if np.count_nonzero(gaps >= (_ESCAPE << low_bits)) <= gaps.size // 1000:
+            return low_bits
+    return _MAX_LOW_BITS
 
 
 def _take_gaps(
