@@ -1,6 +1,7 @@
 """Stream the weights of an ordinary Optax loop, and follow them bit for bit."""
 
 import tempfile
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ with tempfile.TemporaryDirectory() as bucket:
         weights = sub.restore()
         for step in range(1, 21):
             params, opt_state, delta = train_step(params, opt_state)
-            pub.publish(delta, step=step, params=jdelta.published(opt_state))
+            pub.publish(delta, step=step, params=partial(jdelta.published, opt_state))
         pub.flush()
         for update in sub.updates():
             weights = update.apply(weights)

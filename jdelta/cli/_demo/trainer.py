@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import time
 from typing import Any
@@ -76,7 +77,8 @@ def train(settings: Settings, channel: Channel) -> None:
             tokens = batch(text, rng, settings.batch, settings.sequence)
             params, opt_state, loss, delta = step(params, opt_state, tokens)
             call = time.perf_counter()
-            publisher.publish(delta, step=number, params=jdelta.published(opt_state))
+            whole = functools.partial(jdelta.published, opt_state)
+            publisher.publish(delta, step=number, params=whole)
             publish = time.perf_counter() - call
             value = float(loss)  # waits for the step
             changed = sum(int(group.count) for group in delta.groups)
