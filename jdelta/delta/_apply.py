@@ -53,7 +53,8 @@ def apply(params: Any, delta: Delta, *, _limits: Limits = DEFAULT) -> Any:
 
 @partial(jax.jit, static_argnums=2, inline=True)
 def _apply_leaves(leaves: list[Any], delta: Delta, limits: Limits) -> list[Any]:
-    out = [jnp.asarray(x) for x in leaves]
+    # Empty leaves are in no group; copied, so that no result is an argument's buffer.
+    out = [jnp.asarray(x) if x.size else jnp.copy(x) for x in leaves]
     layouts = group_layouts(delta.spec, limits)
     for group, layout in zip(delta.groups, layouts, strict=True):
         starts = [b.start for b in layout.batches] + [x.start for x in layout.large]

@@ -61,6 +61,12 @@ def to_bits(x: Any) -> jax.Array:
     return lax.bitcast_convert_type(x, uint(dtype.itemsize))
 
 
+def own_bits(x: Any) -> jax.Array:
+    """`to_bits` in a buffer of its own, so that both may be donated to one jit."""
+    bits = to_bits(x)
+    return jnp.copy(bits) if bits.dtype == np.dtype(x.dtype) else bits
+
+
 def from_bits(bits: jax.Array, dtype: Any) -> jax.Array:
     """The inverse of `to_bits`."""
     if np.dtype(dtype) == np.bool_:

@@ -22,6 +22,7 @@ from jdelta.delta._pages import Pages, page_end
 
 _U0 = np.uint32(0)
 _NONE = np.uint32(0xFFFFFFFF)
+_WINDOW = 2**14  # rank blocks whose starts one turn marks
 
 
 class Index(NamedTuple):
@@ -47,7 +48,7 @@ class Index(NamedTuple):
 def build_index(words: jax.Array) -> Index:
     """The index of u32 `words`, whose number is a multiple of 8."""
     counts = lax.population_count(words).reshape(-1, RANK_WORDS)
-    sums = running_sum(jnp.sum(counts, axis=1, dtype=np.uint32))
+    sums = jnp.cumsum(jnp.sum(counts, axis=1, dtype=np.uint32), dtype=np.uint32)
     ranks = jnp.concatenate([jnp.zeros(1, np.uint32), sums])
     # Word j counts in the bytes j and above: one product adds it to all of them.
     low = [counts[:, j] * np.uint32((0x01010101 << 8 * j) % 2**32) for j in range(4)]
@@ -57,16 +58,6 @@ def build_index(words: jax.Array) -> Index:
     ]
     inner = jnp.stack([sum(low[1:], low[0]), sum(high[1:], high[0])], axis=1)
     return Index(words, ranks, inner.reshape(-1))
-
-
-def running_sum(x: jax.Array) -> jax.Array:
-    """Inclusive prefix sum of a u32 vector, in levels of 128: short scans are fast."""
-    if x.size <= 256:
-        return jnp.cumsum(x, dtype=np.uint32)
-    rows = jnp.pad(x, (0, -x.size % 128)).reshape(-1, 128)
-    inner = jnp.cumsum(rows, axis=1, dtype=np.uint32)
-    last = inner[:, -1]
-    return (inner + (running_sum(last) - last)[:, None]).reshape(-1)[: x.size]
 
 
 def get(x: jax.Array, i: jax.Array) -> jax.Array:
@@ -142,7 +133,7 @@ def fill(
     """
     turn = turn_size(slots, limits)
     blocks = index.ranks.size - 1
-    window = max(1, min(turn // 4, blocks))
+    window = min(blocks, _WINDOW)
     lane = jnp.arange(turn, dtype=np.uint32)
     # Starts beyond the end for the window to run into.
     starts = jnp.concatenate([index.ranks, jnp.full(window, _NONE)])
@@ -157,7 +148,9 @@ def fill(
         step = jnp.minimum(step, page_end(slots, used + done) - (used + done))
         marks = jnp.zeros(turn, np.uint32)
         marks = marks.at[ahead - done].add(1, mode="drop", indices_are_sorted=True)
-        at = jnp.minimum(block + running_sum(marks), np.uint32(blocks - 1))
+        at = jnp.minimum(
+            block + jnp.cumsum(marks, dtype=np.uint32), np.uint32(blocks - 1)
+        )
         position = positions_of(index, at, done + lane - get(index.ranks, at))
         # A conditional is a barrier: fused, all this would be computed for each page.
         values = lax.cond(step > 0, emit, _nothing(emit), position, lane < step)
