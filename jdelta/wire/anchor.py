@@ -93,6 +93,9 @@ def write_anchor(
         files.append(AnchorFile(final, names))
     index = folder / INDEX
     index.write_text(_index(files, written), "ascii")
+    for file in files:
+        # The library makes files that only their owner may read.
+        file.path.chmod(index.stat().st_mode)
     return [*files, AnchorFile(index, ())]
 
 
