@@ -26,7 +26,7 @@ def stream(
         int | None, typer.Option(min=1, help="On/off pairs. [default: 30]")
     ] = None,
     block: Annotated[
-        int | None, typer.Option(min=1, help="Steps in each half. [default: 3]")
+        int | None, typer.Option(min=1, help="Steps in each half. [default: 2]")
     ] = None,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Sequences a step. [default: 8]")
@@ -76,7 +76,7 @@ def stream(
     pairs = pairs or (4 if quick else 30)
     setup = _train.Setup(
         pairs=pairs,
-        block=block or (1 if quick else 3),
+        block=block or (1 if quick else 2),
         batch=batch or (2 if quick else 8),
         sequence=sequence or (32 if quick else 256),
         width=width or (64 if quick else 512),
