@@ -83,7 +83,9 @@ def difference(positions: np.ndarray, old: np.ndarray, new: np.ndarray) -> int:
         old_words, new_words = _words(old[block]), _words(new[block])
         for word in range(per_element):
             a, i, m, f = at[:count], index[:count], moved[:count], factor[:count]
-            np.multiply(positions[block], per_element, out=a, casting="unsafe")
+            # Widened first: positions may have 32 bits, word numbers need more.
+            np.copyto(a, positions[block], casting="unsafe")
+            a *= np.uint64(per_element)
             a += np.uint64(word)
             np.copyto(m, mixing(new_words[word::per_element]))
             m -= mixing(old_words[word::per_element])

@@ -156,10 +156,12 @@ def _split(positions: np.ndarray) -> list[tuple[int, slice]]:
         return []
     first = int(positions[0]) // CHUNK_ELEMENTS
     last = int(positions[-1]) // CHUNK_ELEMENTS
-    bounds = np.arange(first, last + 2, dtype=np.int64) * CHUNK_ELEMENTS
-    cuts = np.searchsorted(positions, bounds.astype(positions.dtype))
+    # Borders between chunks: none past the last position, so none overflows its dtype.
+    borders = np.arange(first + 1, last + 1, dtype=np.int64) * CHUNK_ELEMENTS
+    inner = np.searchsorted(positions, borders.astype(positions.dtype))
+    cuts = [0, *inner.tolist(), positions.size]
     return [
-        (first + i, slice(int(cuts[i]), int(cuts[i + 1])))
+        (first + i, slice(cuts[i], cuts[i + 1]))
         for i in range(last + 1 - first)
         if cuts[i] < cuts[i + 1]
     ]

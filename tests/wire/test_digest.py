@@ -108,6 +108,21 @@ def test_difference_at_positions_past_32_bits(itemsize, position, data):
     assert digest.add(_reference([old], itemsize, position), moved) == expected
 
 
+@pytest.mark.parametrize("itemsize", [1, 2, 4, 8])
+def test_difference_at_the_end_of_32_bit_positions(itemsize):
+    positions = np.array([5, (1 << 32) - 2, (1 << 32) - 1])
+    old, new = _random(itemsize, 3, seed=1), _random(itemsize, 3, seed=2)
+    moved = {
+        digest.difference(positions.astype(dtype), old, new)
+        for dtype in (np.uint32, np.uint64, np.int64)
+    }
+    expected = digest.total(
+        digest.difference(positions[i : i + 1], old[i : i + 1], new[i : i + 1])
+        for i in range(3)
+    )
+    assert moved == {expected}
+
+
 @pytest.mark.parametrize("itemsize", [1, 2])
 def test_every_change_of_one_word_shows(itemsize):
     """For every pair of words, by the bijection: no two words mix alike."""

@@ -128,6 +128,18 @@ def test_a_tensor_past_2_to_the_32_elements(dtype):
     np.testing.assert_array_equal(prove_steps(old, steps, spec), changes.new)
 
 
+def test_the_last_element_that_32_bit_positions_reach():
+    spec = TensorSpec("w", "F32", (1 << 10, 1 << 22))
+    positions = np.array([0, CHUNK_ELEMENTS, spec.size - 2, spec.size - 1], np.uint32)
+    old = np.arange(4, dtype=np.uint32)
+    narrow = encode_tensor(spec, Changes(positions, old, old + 1))
+    wide = encode_tensor(spec, Changes(positions.astype(np.int64), old, old + 1))
+    assert narrow == wide
+    steps = decode_tensor(spec, narrow.payload, 4)
+    np.testing.assert_array_equal(steps.positions, positions)
+    np.testing.assert_array_equal(prove_steps(old, steps, spec), old + 1)
+
+
 def test_what_is_in_hand_is_proved_before_it_is_changed():
     rng = np.random.default_rng(0)
     old = rng.integers(0, 1 << 16, 5000, np.uint16)
