@@ -259,9 +259,13 @@ def _take_planes(reader: StreamReader, count: int, itemsize: int) -> np.ndarray:
     for byte in range(itemsize):
         words[:, byte] = np.frombuffer(reader.stream(count), np.uint8)
     dtype = np.dtype(f"u{itemsize}")
-    zigzag = words.reshape(-1).view(dtype.newbyteorder("<")).astype(dtype)
-    one = dtype.type(1)
-    return (zigzag >> one) ^ np.negative(zigzag & one)
+    little = words.reshape(-1).view(dtype.newbyteorder("<"))
+    steps = little.astype(dtype, copy=False)
+    signs = steps & dtype.type(1)
+    np.negative(signs, out=signs)
+    steps >>= dtype.type(1)
+    steps ^= signs
+    return steps
 
 
 def _zigzag(steps: np.ndarray) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -324,6 +325,29 @@ def test_a_frame_that_lies_about_its_size_is_refused():
     short[5:7] = long[5:7]
     with pytest.raises(FormatError, match="frame"):
         fast.decode(_with_frame(bytes(short)), 100_000, 2)
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2])
+@pytest.mark.parametrize("values", [0, 1])
+@pytest.mark.parametrize("low", [0, 14])
+def test_a_lie_costs_no_more_memory_than_the_chunk_it_claims(mode, values, low):
+    whole = (1 << 22).to_bytes(4, "little")
+    bomb = _frame(b"\xff" * (1 << 22))
+    lies = [
+        bytes([mode, values, low, 8]) + whole,
+        bytes([mode, values, low, 8]) + whole + _streams(*[b""] * 20),
+        bytes([mode, values, low, 8])
+        + whole
+        + (struct.pack("<I", len(bomb) << 1 | 1) + bomb) * 20,
+    ]
+    tracemalloc.start()
+    try:
+        for lie in lies:
+            with pytest.raises(FormatError):
+                fast.decode(lie, 1 << 22, 8)
+        assert tracemalloc.get_traced_memory()[1] < 4 * 8 << 22
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("n", "itemsize"), [(-1, 2), ((1 << 22) + 1, 2), (5, 3)])

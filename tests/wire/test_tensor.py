@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jdelta.errors import FormatError, StateMismatchError, TreeError
+from jdelta.testing.traces import synthetic
 from jdelta.wire import digest, dtypes, fast
 from jdelta.wire.changes import Changes, compose, merge
 from jdelta.wire.dtypes import TensorSpec
@@ -175,6 +176,13 @@ def test_composed_steps_prove_the_older_base():
     np.testing.assert_array_equal(held, third)
     merged = merge(Changes.between(first, second), Changes.between(second, third))
     np.testing.assert_array_equal(merged.positions, both.positions)
+
+
+@pytest.mark.parametrize(("density", "bound"), [(0.02417, 9.0), (0.00957, 10.2)])
+def test_a_training_step_costs_few_bits_per_change(density, bound):
+    old, new = synthetic(CHUNK_ELEMENTS, density)
+    encoded = _sync(TensorSpec("w", "BF16", old.shape), old, new)
+    assert len(encoded.payload) * 8 / encoded.changed <= bound
 
 
 def _changes(positions=(1, 5), old=(1, 2), new=(3, 4), dtype=np.uint16):
