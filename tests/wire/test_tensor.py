@@ -49,7 +49,8 @@ def _sync(spec, old, new):
     moved = encoded.digest_delta
     assert steps.digest_delta == moved
     assert digest.add(digest.full(old), moved) == digest.full(new)
-    assert len(encoded.payload) <= spec.nbytes + 96
+    chunks = -(-spec.size // CHUNK_ELEMENTS)
+    assert len(encoded.payload) <= spec.nbytes + chunks * (24 + 4 * spec.itemsize)
     return encoded
 
 
