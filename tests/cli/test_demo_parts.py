@@ -11,12 +11,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jdelta.bucket import open_bucket
 from jdelta.cli._demo.board import Board
 from jdelta.cli._demo.channel import Settings
 from jdelta.cli._demo.children import Children
+from jdelta.cli._demo.counting import CountingBucket
 from jdelta.cli._demo.text import batch, read_sources
 from jdelta.cli._demo.truth import sha256
-from jdelta.errors import JDeltaError
+from jdelta.errors import JDeltaError, ObjectExistsError
 
 SETTINGS = Settings(bucket="x", steps=25, learning_rate=3e-6, pretrain_seconds=1.0)
 
@@ -82,6 +84,35 @@ def test_the_hash_sees_every_difference(change):
     assert before != after
 
 
+# -- the bucket that counts
+
+
+def test_every_successful_write_is_counted_by_kind(tmp_path):
+    (tmp_path / "file").write_bytes(b"x" * 300)
+    inner = open_bucket(str(tmp_path / "bucket"))
+    bucket = CountingBucket(inner)
+    bucket.put("deltas/e000001-v0000000001/00000.safetensors", memoryview(b"12345"))
+    bucket.put("anchors/e000001-v0000000000/model.safetensors", tmp_path / "file")
+    bucket.put_if_absent("manifests/e000001/v0000000000.json", b"{}")
+    with pytest.raises(ObjectExistsError):
+        bucket.put_if_absent("manifests/e000001/v0000000000.json", b"{}")
+    bucket.put_if_absent("epochs/000001.json", b"123")
+    bucket.replace_if_unchanged("pointer.json", b"first", None)
+    bucket.put("pointer.json", b"second")  # overwriting counts again
+    assert bucket.written == {
+        "deltas": 5,
+        "anchors": 300,
+        "manifests": 2,
+        "control": 3,
+        "pointer": 11,
+    }
+    assert bucket.newest_delta == 5
+    assert [info.name for info in bucket.list()] == [i.name for i in inner.list()]
+    assert bucket.get("pointer.json") == b"second" == inner.get("pointer.json")
+    bucket.delete("pointer.json")
+    assert bucket.written["pointer"] == 11
+
+
 # -- the board
 
 
@@ -118,7 +149,11 @@ def filled(held: dict[int, str] | None = None) -> Board:
 
 
 def test_the_report_has_the_promised_fields():
-    report = json.loads(json.dumps(filled().report()))
+    board = filled()
+    assert board.end is not None
+    board.end["loss_after"] = float("nan")  # training may diverge; JSON has no NaN
+    report = json.loads(json.dumps(board.report(), allow_nan=False))
+    assert report["loss"] == {"pretrained": 2.0, "fine_tuned": None}
     assert report["versions"] == 26
     assert report["saved_fraction"] == pytest.approx(1 - 3000 / (26 * 2000))
     assert report["density"] == {"mean": 0.03, "first": 0.03, "last": 0.03}

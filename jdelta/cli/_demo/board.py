@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import statistics
 from typing import Any
 
@@ -241,8 +242,8 @@ class Board:
                 "last": densities[-1],
             },
             "loss": {
-                "pretrained": end["loss_before"],
-                "fine_tuned": end["loss_after"],
+                "pretrained": _finite(end["loss_before"]),
+                "fine_tuned": _finite(end["loss_after"]),
             },
             "times": {
                 "pretrain_s": self.pretrain.get("elapsed", 0.0),
@@ -257,6 +258,10 @@ def _table(title: str) -> Table:
     return Table(
         title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
     )
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no NaN
 
 
 def _summary(values: list[float]) -> dict[str, float]:
