@@ -12,8 +12,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from jdelta.errors import FormatError, JDeltaError
-from jdelta.stream.chain import Chain
+from jdelta.errors import JDeltaError
+from jdelta.stream.chain import DAMAGE, Chain
 from jdelta.stream.commit import Epoch, create
 from jdelta.stream.encode import encode_anchor
 from jdelta.stream.fetch import Meter
@@ -83,10 +83,14 @@ class AnchorMaker:
         if not due or (self._thread is not None and self._thread.is_alive()):
             return
         self._versions = self._bytes = 0
-        self._thread = threading.Thread(
+        thread = threading.Thread(
             target=self._make, args=(manifest,), name="jdelta-anchor", daemon=True
         )
-        self._thread.start()
+        try:
+            thread.start()
+        except RuntimeError:  # the interpreter is ending: no new threads
+            return
+        self._thread = thread
 
     def join(self, timeout: float) -> None:
         """Waits for an anchor that is being made."""
@@ -123,6 +127,6 @@ class AnchorMaker:
         except Exception as error:
             _log.warning("no anchor of version %d: %s", manifest.version, error)
             self._ledger.fail(error)
-            if isinstance(error, FormatError):
+            if isinstance(error, DAMAGE):
                 self._on_damage(f"the chain in the bucket is damaged ({error})")
         self._ledger.spend("anchor", time.perf_counter() - start)

@@ -2,12 +2,13 @@
 
 Nothing is ever dropped. With "merge" at most one item waits, holding everything since
 the last commit. With "spill" each waits on its own, all but the first on disk; past the
-spool's bound the newest two are merged.
+spool's bound, or where the disk takes no more, the newest two are merged.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import logging
 import shutil
 import tempfile
 import threading
@@ -18,8 +19,9 @@ from typing import Literal
 
 import numpy as np
 
-from jdelta.errors import BucketUnavailableError
 from jdelta.wire.changes import Changes, merge
+
+_log = logging.getLogger(__name__)
 
 WhenBehind = Literal["merge", "spill"]
 
@@ -103,6 +105,7 @@ class Backlog:
         self._spooled = 0
         self._items: deque[Item | Path] = deque()
         self._serial = 0
+        self._complained = False
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -115,10 +118,10 @@ class Backlog:
             if not self._items:
                 self._items.append(item)
                 return False
-            if self._spill and self._spooled + item.nbytes <= self._bound:
-                self._items.append(self._save(item))
+            if self._spill and self._spilled(item):
                 return False
-            self._items[-1] = join(self._load(self._items[-1]), item)
+            self._items[-1] = self._load(self._items[-1])
+            self._items[-1] = join(self._items[-1], item)
             return True
 
     def pop(self) -> Item:
@@ -135,6 +138,26 @@ class Backlog:
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)
                 self._folder = None
+
+    def _spilled(self, item: Item) -> bool:
+        """Adds an item on disk, if there is room for it."""
+        try:
+            last = self._items[-1]
+            if isinstance(last, Item) and len(self._items) > 1:
+                # Merged here when there was no room; only the first stays in memory.
+                if not self._fits(last):
+                    return False
+                self._items[-1] = self._save(last)
+            if not self._fits(item):
+                return False
+            self._items.append(self._save(item))
+            return True
+        except OSError as error:
+            self._complain(error)
+            return False
+
+    def _fits(self, item: Item) -> bool:
+        return self._spooled + item.nbytes <= self._bound
 
     def _save(self, item: Item) -> Path:
         if self._folder is None:
@@ -163,13 +186,19 @@ class Backlog:
                 merged=np.array(item.merged),
                 **arrays,  # type: ignore[arg-type]
             )
-        except OSError as error:
+        except OSError:
             path.unlink(missing_ok=True)
-            raise BucketUnavailableError(
-                f"the spool {self._folder} cannot be written: {error.strerror}"
-            ) from error
+            raise
+        self._complained = False
         self._spooled += path.stat().st_size
         return path
+
+    def _complain(self, error: OSError) -> None:
+        """Says once that versions are being merged because the disk takes none."""
+        if not self._complained:
+            where = self._folder or self._parent or tempfile.gettempdir()
+            _log.warning("merging: the spool %s cannot be written: %s", where, error)
+        self._complained = True
 
     def _load(self, item: Item | Path) -> Item:
         if isinstance(item, Item):

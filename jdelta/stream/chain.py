@@ -17,6 +17,7 @@ from jdelta.errors import (
     FormatError,
     ObjectNotFoundError,
     RunError,
+    TreeError,
     VersionNotFoundError,
 )
 from jdelta.wire import names
@@ -26,6 +27,9 @@ from jdelta.wire.manifest import Manifest, VersionId
 # A manifest lists every tensor; 64 MiB is some 400,000 of them.
 MAX_DOCUMENT_BYTES = 64 << 20
 _MAX_MANIFESTS_KEPT = 256
+
+DAMAGE = (FormatError, VersionNotFoundError, TreeError, RunError)
+"""What an object that is missing, wrong or somebody else's raises."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -78,12 +78,15 @@ class Epoch:
         """Makes an uploaded version exist and becomes its newest.
 
         Raises:
-            FencedError: a newer publisher claimed the run; nothing was committed on
-                its lineage.
+            FencedError: another publisher writes the run; nothing was committed on its
+                lineage.
             BucketError: the bucket failed; the same attempt may be committed again.
         """
         self.check_fence(attempt.manifest.version)
-        create(self.bucket, attempt.name, attempt.document)
+        try:
+            create(self.bucket, attempt.name, attempt.document)
+        except ObjectExistsError as error:
+            raise FencedError(str(error)) from error
         self.count("manifest", len(attempt.document))
         # Whoever claimed meanwhile may not have seen this version.
         self.check_fence(attempt.manifest.version)

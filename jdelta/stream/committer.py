@@ -6,7 +6,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+
+from safetensors import SafetensorError
 
 from jdelta.errors import BucketError, FormatError
 from jdelta.stream.anchors import AnchorMaker
@@ -56,7 +58,7 @@ class Committer:
         self._ledger = ledger
         self._anchors = anchors
         self._on_commit = on_commit
-        self._retrying: str | None = None
+        self._episode: Exception | None = None  # the first failure since a success
         self.busy = True  # guarded by the ledger; the first item is on its way
         self._thread: threading.Thread | None = None
 
@@ -111,27 +113,19 @@ class Committer:
     def _commit(self, item: Item, digests: dict[str, int] | None = None) -> bool:
         """Encodes and delivers one version; False if close gave up on it."""
         start = time.perf_counter()
-        tip = self._epoch.tip
-        vid = VersionId(self._epoch.number, self._epoch.next_version)
         with contextlib.ExitStack() as stack:
+            wait = _FIRST_RETRY_SECONDS
+            while True:
+                try:
+                    attempt = stack.enter_context(self._encode(item, digests))
+                    break
+                except (BucketError, OSError, SafetensorError) as error:
+                    # An anchor's files need room before the bucket is even asked.
+                    if not self._pause(error, wait):
+                        return False
+                    wait = min(2 * wait, _LAST_RETRY_SECONDS)
             if item.whole is not None:
-                attempt = stack.enter_context(
-                    encode_anchor(
-                        item.whole,
-                        self._specs,
-                        digests or full_digests(item.whole),
-                        self._epoch.bucket,
-                        run=self._epoch.run,
-                        vid=vid,
-                        step=item.step,
-                    )
-                )
-            elif tip is not None:
-                attempt = encode_delta(
-                    item.changes or {}, self._specs, tip, vid, item.step
-                )
-            else:
-                raise FormatError("a delta cannot be a run's first version")
+                item.whole.clear()  # whoever holds the dict, the memory goes now
             item.changes = item.whole = None
             times = {"copy": item.copy_seconds, "encode": time.perf_counter() - start}
             if not self._deliver(attempt, times):
@@ -140,6 +134,26 @@ class Committer:
         self._record(attempt, item, times)
         self._anchors.committed(attempt.manifest)
         return True
+
+    @contextlib.contextmanager
+    def _encode(self, item: Item, digests: dict[str, int] | None) -> Iterator[Attempt]:
+        tip = self._epoch.tip
+        vid = VersionId(self._epoch.number, self._epoch.next_version)
+        if item.whole is not None:
+            with encode_anchor(
+                item.whole,
+                self._specs,
+                digests or full_digests(item.whole),
+                self._epoch.bucket,
+                run=self._epoch.run,
+                vid=vid,
+                step=item.step,
+            ) as attempt:
+                yield attempt
+        elif tip is not None:
+            yield encode_delta(item.changes or {}, self._specs, tip, vid, item.step)
+        else:
+            raise FormatError("a delta cannot be a run's first version")
 
     def _deliver(self, attempt: Attempt, times: dict[str, float]) -> bool:
         """Uploads, commits and points, as often as it takes; False if closed first."""
@@ -162,18 +176,19 @@ class Committer:
                 wait = min(2 * wait, _LAST_RETRY_SECONDS)
             times[stage] = times.get(stage, 0.0) + time.perf_counter() - start
         with self._ledger.changed:
-            if isinstance(self._ledger.failure, BucketError):
+            if self._ledger.failure is self._episode:
                 self._ledger.failure = None  # it went through before anybody knew
-        self._retrying = None
+            self._episode = self._ledger.trouble = None
         return True
 
-    def _pause(self, error: BucketError, seconds: float) -> bool:
+    def _pause(self, error: Exception, seconds: float) -> bool:
         """Notes a failure, once an episode, and waits; False if close came."""
-        if self._retrying != str(error):
-            _log.warning("retrying: %s", error)
-            self._retrying = str(error)
-            self._ledger.fail(error)
         with self._ledger.changed:
+            self._ledger.trouble = error
+            if self._episode is None:
+                _log.warning("retrying: %s", error)
+                self._episode = error
+                self._ledger.fail(error)
             self._ledger.changed.wait_for(lambda: self._ledger.closed, seconds)
             if not self._ledger.closed:
                 return True

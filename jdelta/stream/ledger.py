@@ -14,6 +14,7 @@ class Ledger:
         changed: Held to read or write any field; notified at every change.
         closed: The publisher is closed: threads end.
         failure: A background failure nobody was told of yet.
+        trouble: What holds committing up right now, whether or not it was told.
         fatal: Why nothing more can be committed, or None.
         counters: Events by name.
         times: Seconds by stage.
@@ -24,6 +25,7 @@ class Ledger:
         self.changed = threading.Condition()
         self.closed = False
         self.failure: BaseException | None = None
+        self.trouble: BaseException | None = None
         self.fatal: BaseException | None = None
         self.counters: dict[str, int] = {}
         self.times: dict[str, float] = {}

@@ -12,6 +12,7 @@ import atexit
 import contextlib
 import dataclasses
 import logging
+import operator
 import threading
 import time
 import weakref
@@ -168,7 +169,7 @@ class Publisher:
             delta: A `jdelta.Delta` (an output of the jitted step, not waited for), or a
                 dict of `jdelta.wire.Changes` by published name. Deltas follow each
                 other without gaps.
-            step: The trainer's step, for the manifest.
+            step: The trainer's step, for the manifest: a host integer.
             params: The weights after this step, in the published dtypes, or a function
                 that returns them. Looked at only when whole weights are needed (an
                 earlier delta overflowed its capacity, or the chain in the bucket was
@@ -184,6 +185,7 @@ class Publisher:
             FencedError: another publisher took over; nothing more is accepted.
         """
         at = time.perf_counter()
+        step = None if step is None else operator.index(step)
         with self._ledger.changed:
             self._ledger.check(self._bucket.url, self.version)
             if self._needs_whole is not None:
@@ -224,7 +226,7 @@ class Publisher:
                     return self.version or 0
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    failure = self._ledger.failure
+                    failure = self._ledger.trouble or self._ledger.failure
                     raise WaitTimeoutError(
                         f"{self._bucket.url} did not take everything within "
                         f"{timeout:g} s: {self._waiting()} deltas wait, version "
