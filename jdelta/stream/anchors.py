@@ -47,10 +47,6 @@ class AnchorMaker:
         on_damage: Callable[[str], None],
     ):
         """Starts as after an anchor."""
-        if every is not None and every < 1:
-            raise ValueError(f"anchor_every must be at least 1, got {every}")
-        if not share > 0:
-            raise ValueError(f"anchor_share must be positive, got {share}")
         self._epoch = epoch
         self._ledger = ledger
         self._every = every
@@ -58,6 +54,14 @@ class AnchorMaker:
         self._on_damage = on_damage
         self._versions = self._bytes = 0
         self._thread: threading.Thread | None = None
+
+    @staticmethod
+    def check(every: int | None, share: float) -> None:
+        """Raises ValueError for options that mean nothing."""
+        if every is not None and every < 1:
+            raise ValueError(f"anchor_every must be at least 1, got {every}")
+        if not share > 0:
+            raise ValueError(f"anchor_share must be positive, got {share}")
 
     def resume(self, tip: Manifest) -> None:
         """Counts the versions and bytes since the last anchor of a resumed run."""

@@ -27,6 +27,7 @@ from jdelta.wire.manifest import Manifest, VersionId
 # A manifest lists every tensor; 64 MiB is some 400,000 of them.
 MAX_DOCUMENT_BYTES = 64 << 20
 _MAX_MANIFESTS_KEPT = 256
+_EPOCHS = "epochs/"
 
 DAMAGE = (FormatError, VersionNotFoundError, TreeError, RunError)
 """What an object that is missing, wrong or somebody else's raises."""
@@ -105,6 +106,8 @@ class Chain:
         newest = known
         while self._exists(names.epoch_name(newest + 1)):
             newest += 1
+        if not known:
+            self._check_claims(newest)
         if newest == known:
             return
         segments: list[Segment] = []
@@ -128,6 +131,16 @@ class Chain:
                 )
             epoch, last = claim.base.epoch, claim.base.version
         self.segments = tuple(reversed(segments))
+
+    def _check_claims(self, newest: int) -> None:
+        for info in self.bucket.list(_EPOCHS):
+            digits = info.name[len(_EPOCHS) :].removesuffix(".json")
+            if digits.isdecimal() and int(digits) > newest + 1:
+                raise FormatError(
+                    f"{names.epoch_name(newest + 1)} is missing from "
+                    f"{self.bucket.url}, though there is {info.name}: put it back, or "
+                    "the versions after it cannot be told from a fenced publisher's"
+                )
 
     def locate(self, version: int) -> VersionId | None:
         """Which epoch's object is `version` in the run's lineage."""
@@ -157,7 +170,7 @@ class Chain:
             RunError: the bucket holds another run than before.
             FormatError: a control object is malformed.
         """
-        if self.run is None and self.read_run() is None:
+        if not self.segments and self.read_run() is None:
             return None
         self.refresh_epochs()
         if not self.segments:
@@ -167,10 +180,13 @@ class Chain:
         if known is not None and known.epoch == newest.epoch:
             start = max(start, known.version)
         pointer = self._read_pointer()
-        if pointer is not None and pointer.epoch == newest.epoch:
-            start = max(start, pointer.version)
-        if start > newest.first and not self._committed(newest.epoch, start):
-            start = newest.first  # a pointer that ran ahead
+        if (
+            pointer is not None
+            and pointer.epoch == newest.epoch
+            and pointer.version > start
+            and self._committed(newest.epoch, pointer.version)  # else it ran ahead
+        ):
+            start = pointer.version
         tip = self._probe(newest.epoch, start)
         if tip is None:
             tip = self._last_listed(newest)
@@ -242,6 +258,11 @@ class Chain:
                 ):
                     yield VersionId(segment.epoch, vid)
 
+    def before(self, vid: VersionId) -> VersionId | None:
+        """The newest version on the lineage that is older than `vid`."""
+        older = [found for found in self.versions() if found.version < vid.version]
+        return older[-1] if older else None
+
     # -- helpers
 
     def _check_run(self, name: str, run: str) -> None:
@@ -288,7 +309,10 @@ class Chain:
             pointer = Pointer.parse(data)
         except (ObjectNotFoundError, FormatError):
             return None  # missing or junk: the objects are found without it
-        return pointer if pointer.run == self.run else None
+        if pointer.run != self.run:
+            self.read_run()  # raises if all of the bucket is another run's by now
+            return None
+        return pointer
 
     def _read_manifest(self, name: str, vid: VersionId) -> Manifest:
         cached = self._manifests.get(name)

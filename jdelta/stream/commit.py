@@ -50,13 +50,14 @@ class Epoch:
         tip: The manifest of the newest committed version, or None before the first.
     """
 
-    def __init__(self, chain: Chain, run: str, number: int, tip: Manifest | None):
+    def __init__(self, chain: Chain, claim: EpochClaim, tip: Manifest | None):
         """Takes what `claim_epoch` found; use that to make one."""
         self.chain = chain
         self.bucket = chain.bucket
-        self.run = run
-        self.number = number
+        self.run = claim.run
+        self.number = claim.epoch
         self.tip = tip
+        self._claim = claim
         self._written: dict[str, int] = {}
         self._lock = threading.Lock()
 
@@ -108,6 +109,15 @@ class Epoch:
 
     def check_fence(self, version: int) -> None:
         """Raises FencedError if a newer epoch took over before `version`."""
+        if not self.bucket.capabilities.put_if_absent:
+            # Two may have claimed one epoch: the later claim replaced the earlier.
+            claim = self.chain.read_claim(self.number)
+            if claim is not None and claim != self._claim:
+                raise FencedError(
+                    f"epoch {self.number} of run {self.run} was claimed by "
+                    f"{claim.writer} at the same moment: this publisher may not commit "
+                    f"version {version}. Stop one of the two"
+                )
         claim = self.chain.read_claim(self.number + 1)
         if claim is None:
             return
@@ -199,14 +209,15 @@ def claim_epoch(
             base=tip_id,
             writer=f"{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex[:8]}",
             created=time.time(),
-        ).to_json()
+        )
+        document = claim.to_json()
         try:
-            create(bucket, names.epoch_name(number), claim)
+            create(bucket, names.epoch_name(number), document)
         except ObjectExistsError:
             continue  # somebody else was first: claim the one after
         chain.refresh_epochs()
-        epoch = Epoch(chain, info.run, number, tip)
-        epoch.count("control", created + len(claim))
+        epoch = Epoch(chain, claim, tip)
+        epoch.count("control", created + len(document))
         return epoch
 
 

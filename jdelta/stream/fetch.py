@@ -46,6 +46,16 @@ class Meter:
         """Adds `size` bytes to `kind`."""
         self.bytes[kind] = self.bytes.get(kind, 0) + size
 
+    def plus(self, other: Meter) -> Meter:
+        """Both together."""
+        both = Meter()
+        for meter in (self, other):
+            for stage, seconds in meter.times.items():
+                both.times[stage] = both.times.get(stage, 0.0) + seconds
+            for kind, size in meter.bytes.items():
+                both.count(kind, size)
+        return both
+
 
 def parallel(
     function: Callable[[_T], _R], items: Iterable[_T], *, share: float = 1.0

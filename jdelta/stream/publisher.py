@@ -17,7 +17,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from jdelta.stream.commit import claim_epoch
 from jdelta.stream.committer import Committer
 from jdelta.stream.ledger import Ledger
 from jdelta.stream.records import CommitRecord, PublisherStats
+from jdelta.wire.dtypes import TensorSpec
 
 _log = logging.getLogger(__name__)
 
@@ -108,6 +109,8 @@ class Publisher:
         self._backlog = Backlog(
             when_behind, None if spool is None else Path(spool), spool_bytes
         )
+        # All that can be wrong is, before the claim stops an earlier publisher.
+        AnchorMaker.check(anchor_every, anchor_share)
         leaves = source.named_leaves(params)
         self._specs = source.specs_of(leaves)
         self._ledger = Ledger()
@@ -358,7 +361,7 @@ class Publisher:
                 handed = self._incoming.popleft()
                 self._copying = True
             try:
-                self._keep(_copy(handed))
+                self._keep(_copy(handed, self._specs))
             except DeltaOverflowError as error:
                 _log.warning("a whole version comes next: %s", error)
                 self._ledger.count("overflowed")
@@ -382,13 +385,13 @@ class Publisher:
         self._ledger.spend("copy", item.copy_seconds)
 
 
-def _copy(handed: _Handed) -> Item:
+def _copy(handed: _Handed, specs: Mapping[str, TensorSpec]) -> Item:
     start = time.perf_counter()
     changes = whole = None
     if handed.whole is not None:
         whole = source.host_bits(handed.whole)
     else:
-        changes = source.to_changes(handed.delta)
+        changes = source.to_changes(handed.delta, specs)
     return Item(
         changes=changes,
         whole=whole,

@@ -12,14 +12,17 @@ from jdelta.bucket import Bucket
 from jdelta.errors import (
     CorruptError,
     FormatError,
+    StateMismatchError,
+    TreeError,
     VersionNotFoundError,
 )
-from jdelta.stream.chain import Chain
+from jdelta.stream.chain import DAMAGE, Chain
 from jdelta.stream.fetch import Meter, fetch_delta, parallel, prove, read_anchor
 from jdelta.wire import bits
 from jdelta.wire.changes import Steps
 from jdelta.wire.dtypes import numpy_dtype
 from jdelta.wire.manifest import Manifest, VersionId
+from jdelta.wire.tensor import stage
 
 _log = logging.getLogger(__name__)
 
@@ -93,44 +96,26 @@ def rebuild(
         chain: The run.
         vid: The version wanted.
         meter: Takes the times and the bytes.
-        newest: Where a delta on the way is damaged, stop at the version before it
+        newest: Where something on the way is damaged, stop at the version before it
             instead of raising: the newest that can be proved.
         share: Share of the cores to use.
 
     Raises:
         CorruptError: no path of sound objects leads to `vid`.
         VersionNotFoundError: a manifest on the way is missing.
+        FormatError: a manifest on the way is malformed or of a newer format.
     """
-    damaged: list[str] = []
-    deltas: list[Manifest] = []  # newest first
-    for manifest in chain.path_back(vid):
-        for anchor in _anchors(chain, manifest, damaged):
-            try:
-                weights = read_anchor(chain.bucket, anchor, meter)
-                if not deltas:
-                    prove(weights, manifest, meter, share=share)
-            except FormatError as error:
-                damaged.append(str(error))
-                continue
-            base = manifest
-            for delta in reversed(deltas):
-                try:
-                    steps = fetch_delta(chain.bucket, delta, base, meter)
-                except FormatError as error:
-                    if not newest:
-                        raise
-                    _log.warning("stopping at version %d: %s", base.version, error)
-                    break
-                _advance(weights, steps, delta, meter, share)
-                base = delta
-            if deltas:
-                prove(weights, base, meter, share=share)
-            return weights, base
-        deltas.append(manifest)
-    raise CorruptError(
-        f"version {vid.version} of {chain.bucket.url} cannot be rebuilt: no sound "
-        f"anchor before it ({'; '.join(damaged) or 'none was found'})"
-    )
+    walk = _Walk(chain, meter, newest, share)
+    at: VersionId | None = vid
+    while True:
+        try:
+            return walk.rebuild(at)
+        except DAMAGE as error:
+            # No way leads there: perhaps one leads to before what is damaged.
+            at = chain.before(walk.bad) if newest else None
+            if at is None:
+                raise
+            _log.warning("going back to version %d: %s", at.version, error)
 
 
 def shaped(weights: dict[str, np.ndarray], manifest: Manifest) -> dict[str, np.ndarray]:
@@ -139,6 +124,84 @@ def shaped(weights: dict[str, np.ndarray], manifest: Manifest) -> dict[str, np.n
         name: weights[name].view(numpy_dtype(spec.dtype)).reshape(spec.shape)
         for name, spec in manifest.specs().items()
     }
+
+
+class _Walk:
+    """One way back to an anchor and forward again."""
+
+    def __init__(self, chain: Chain, meter: Meter, newest: bool, share: float):
+        self._chain = chain
+        self._meter = meter
+        self._newest = newest
+        self._share = share
+        self._deltas: list[Manifest] = []  # newest first
+        self._damaged: list[str] = []
+        self.bad = VersionId(0, 0)  # no way leads to this version or through it
+
+    def rebuild(self, vid: VersionId) -> tuple[dict[str, np.ndarray], Manifest]:
+        self._deltas, self._damaged, self.bad = [], [], vid
+        for manifest in self._chain.path_back(vid):
+            for anchor in _anchors(self._chain, manifest, self._damaged):
+                for careful in (False, True):
+                    weights = self._read(anchor, manifest)
+                    if weights is None:
+                        break
+                    found = self._forward(weights, manifest, careful)
+                    if found is not None:
+                        return weights, found
+                    del weights
+                    if not self._newest:
+                        break
+            self._deltas.append(manifest)
+            self.bad = manifest.base or manifest.id
+        raise CorruptError(
+            f"version {vid.version} of {self._chain.bucket.url} cannot be rebuilt: no "
+            f"sound anchor before it ({'; '.join(self._damaged) or 'none was found'})"
+        )
+
+    def _read(
+        self, anchor: Manifest, manifest: Manifest
+    ) -> dict[str, np.ndarray] | None:
+        """The weights of an anchor of `manifest`; None if it is not sound."""
+        try:
+            weights = read_anchor(self._chain.bucket, anchor, self._meter)
+            if not self._deltas:
+                prove(weights, manifest, self._meter, share=self._share)
+            return weights
+        except FormatError as error:
+            self._damaged.append(str(error))
+            return None
+
+    def _forward(
+        self, weights: dict[str, np.ndarray], base: Manifest, careful: bool
+    ) -> Manifest | None:
+        """Brings `base`'s weights over the deltas; None if that proves wrong.
+
+        Careful: prove each delta against the weights it changes, and stop before one
+        that does not fit, rather than only the weights that all of them lead to.
+        """
+        bucket, meter, share = self._chain.bucket, self._meter, self._share
+        for delta in reversed(self._deltas):
+            try:
+                steps = fetch_delta(bucket, delta, base, meter)
+                if careful:
+                    for name, spec in delta.specs().items():
+                        if name in steps:
+                            stage(weights[name], steps[name], spec)
+            except (FormatError, TreeError, StateMismatchError) as error:
+                if not self._newest:
+                    raise
+                _log.warning("stopping at version %d: %s", base.version, error)
+                break
+            _advance(weights, steps, delta, meter, share)
+            base = delta
+        try:
+            if self._deltas:
+                prove(weights, base, meter, share=share)
+        except FormatError as error:
+            self._damaged.append(str(error))
+            return None
+        return base
 
 
 def _anchors(

@@ -15,7 +15,7 @@ from jdelta.errors import TreeError
 from jdelta.stream.update import is_jax_tree
 from jdelta.wire.bits import to_bits
 from jdelta.wire.changes import Changes
-from jdelta.wire.dtypes import TensorSpec, tensor_spec
+from jdelta.wire.dtypes import TensorSpec, bits_dtype, tensor_spec
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -104,12 +104,34 @@ def check_delta(delta: Any, specs: Mapping[str, TensorSpec]) -> None:
             )
 
 
-def to_changes(delta: Any) -> dict[str, Changes]:
+def to_changes(delta: Any, specs: Mapping[str, TensorSpec]) -> dict[str, Changes]:
     """A delta's changes on the host. Blocks until they are computed.
 
     Raises:
         DeltaOverflowError: the delta's capacity did not hold them.
+        TreeError: changes given as arrays are not changes of their tensor.
     """
     if isinstance(delta, Mapping):
+        for name, changes in delta.items():
+            _check_changes(specs[name], changes)
         return {name: c for name, c in delta.items() if len(c.positions)}
     return {name: Changes(*arrays) for name, arrays in delta.to_host().items()}
+
+
+def _check_changes(spec: TensorSpec, changes: Changes) -> None:
+    at, old, new = changes
+    width = bits_dtype(spec.dtype)
+    if not (
+        all(isinstance(a, np.ndarray) and a.ndim == 1 for a in changes)
+        and at.size == old.size == new.size
+        and at.dtype.kind in "ui"
+        and old.dtype == new.dtype == width
+        and (not at.size or (0 <= at[0] and at[-1] < spec.size))
+        and (at[1:] > at[:-1]).all()
+        and (old != new).all()
+    ):
+        raise TreeError(
+            f"{spec.name!r}: not changes of {spec.dtype}{list(spec.shape)}: give flat "
+            f"positions below {spec.size}, strictly increasing, with the bits before "
+            f"and after as {width}, everywhere different (Changes.between makes them)"
+        )

@@ -21,14 +21,13 @@ from jdelta.errors import (
     FormatError,
     JDeltaError,
     RunError,
-    TreeError,
     VersionNotFoundError,
     WaitTimeoutError,
 )
-from jdelta.stream.chain import Chain
+from jdelta.stream.chain import DAMAGE, Chain
 from jdelta.stream.fetch import Meter, fetch_delta
 from jdelta.stream.rebuild import rebuild
-from jdelta.wire.changes import Steps
+from jdelta.wire.changes import Steps, compose
 from jdelta.wire.manifest import Manifest, VersionId
 from jdelta.wire.tensor import stage
 
@@ -48,6 +47,8 @@ class Staged:
     weights: dict[str, np.ndarray] | None
     meter: Meter
     healed: bool = False
+    lent: frozenset[str] = frozenset()
+    """Tensors of `weights` that somebody else holds, too: not to be written to."""
 
     @property
     def vid(self) -> VersionId:
@@ -62,26 +63,52 @@ class Staged:
         steps = (self.steps or {}).values()
         return sum(s.positions.nbytes + s.steps.nbytes for s in steps)
 
-    def merged_into(self, later: list[Staged]) -> dict[str, np.ndarray]:
-        """This anchor's weights brought to the last of the versions after it."""
-        weights = self.weights or {}
-        specs = self.manifest.specs()
-        for staged in later:
-            for name, steps in (staged.steps or {}).items():
-                weights[name][steps.positions] = stage(
-                    weights[name], steps, specs[name]
-                )
-        return weights
+    def then(self, later: Staged) -> Staged:
+        """This version and the delta after it as one. May write to this one's weights.
+
+        Raises:
+            StateMismatchError: the delta was not made against this version.
+        """
+        steps = weights = None
+        lent = self.lent
+        if self.weights is not None:
+            weights, specs = dict(self.weights), self.manifest.specs()
+            for name, after in (later.steps or {}).items():
+                new = stage(weights[name], after, specs[name])
+                if name in lent:
+                    weights[name] = weights[name].copy()
+                    lent -= {name}
+                weights[name][after.positions] = new
+        else:
+            steps = dict(self.steps or {})
+            for name, after in (later.steps or {}).items():
+                first = steps.get(name)
+                steps[name] = after if first is None else compose(first, after)
+        return Staged(
+            manifest=later.manifest,
+            base=self.base,
+            steps=steps,
+            weights=weights,
+            meter=self.meter.plus(later.meter),
+            lent=lent,
+        )
 
 
 class Stager:
     """Stages the versions after a cursor, in order, a bounded amount ahead."""
 
     def __init__(
-        self, bucket: Bucket, cursor: VersionId | None, *, every: bool, poll: float
+        self,
+        bucket: Bucket,
+        run: str | None,
+        cursor: VersionId | None,
+        *,
+        every: bool,
+        poll: float,
     ):
         """Starts the thread."""
         self._chain = Chain(bucket)
+        self._chain.run = run
         self._cursor = cursor
         self._every = every
         self._poll = poll
@@ -145,6 +172,7 @@ class Stager:
     # -- the thread's side
 
     def _run(self) -> None:
+        failures = 0
         try:
             while not self._stopped:
                 with self._changed:
@@ -155,23 +183,32 @@ class Stager:
                         if not self._put(staged, generation):
                             break
                         progressed = True
-                        self._trouble = None
-                except RunError:
-                    raise
+                    self._trouble, failures = None, 0
                 except BucketUnavailableError as error:
                     self._trouble = error
-                except (FormatError, VersionNotFoundError, TreeError) as error:
+                except DAMAGE as error:
+                    if isinstance(error, RunError):
+                        self._check_run()
                     if self._trouble is None:
                         _log.warning("cannot follow for now: %s", error)
                     self._trouble = error
                 if not progressed:
+                    # What is broken is not looked at as often as what is awaited.
+                    failures += self._trouble is not None
                     with self._changed:
                         if not self._stopped and self._generation == generation:
-                            self._changed.wait(self._poll)
+                            self._changed.wait(self._poll * min(1 << failures, 32))
         except BaseException as error:  # handed to the consumer
             with self._changed:
                 self._fatal = error
                 self._changed.notify_all()
+
+    def _check_run(self) -> None:
+        """Raises RunError if not one object but the bucket is another run's."""
+        try:
+            self._chain.read_run()
+        except (BucketUnavailableError, FormatError) as error:
+            self._trouble = error
 
     def _put(self, staged: Staged, generation: int) -> bool:
         with self._changed:
@@ -198,23 +235,19 @@ class Stager:
             return
         if cursor is None or not chain.contains(cursor):
             # Nothing held, or held from a publisher that was fenced.
-            yield self._whole(tip, healed=cursor is not None)
+            yield self._whole(tip, newest=True, healed=cursor is not None)
             return
-        path: list[Manifest] = []
         try:
-            path.extend(chain.path_back(tip, stop=cursor))
-        except VersionNotFoundError:
-            yield self._whole(tip, healed=True)
+            base = chain.manifest(cursor)
+            path = self._path(cursor, tip)
+        except DAMAGE as error:
+            _log.warning("healing from an anchor: %s", error)
+            yield self._heal(cursor, tip)
             return
-        path.reverse()
-        if path[0].base != cursor:
-            # An anchor stands on the way: the run went on without a delta.
-            yield self._whole((path[0] if self._every else path[-1]).id)
-            return
-        if not self._every and _size(path) > _whole_size(path[-1]):
+        if not path or (not self._every and _size(path) > _whole_size(path[-1])):
+            # An anchor stands on the way or is less to fetch.
             yield self._whole(tip)
             return
-        base = chain.manifest(cursor)
         for manifest in path:
             if manifest.kind == "anchor":
                 yield self._whole(manifest.id)
@@ -222,14 +255,58 @@ class Stager:
                 continue
             try:
                 yield self._delta(manifest, base)
-            except (FormatError, VersionNotFoundError) as error:
-                anchor = self._anchor_after(path, manifest)
-                if anchor is None:
-                    raise
+            except DAMAGE as error:
                 _log.warning("healing from an anchor: %s", error)
-                yield self._whole(anchor if self._every else tip, healed=True)
+                yield self._heal(base.id, tip)
                 return
             base = manifest
+
+    def _path(self, cursor: VersionId, tip: VersionId) -> list[Manifest]:
+        """The deltas from `cursor` to `tip`, with `every` anchors between them, too.
+
+        Empty where an anchor stands between the two and only the newest is wanted.
+        """
+        if self._every:
+            return list(self._each(cursor, tip))
+        path = [*self._chain.path_back(tip, stop=cursor)]
+        path.reverse()
+        return path if path[0].base == cursor else []
+
+    def _each(self, cursor: VersionId, tip: VersionId) -> Iterator[Manifest]:
+        """Every version's manifest, up to the first that cannot be had."""
+        at = cursor
+        while at != tip:
+            vid = self._chain.locate(at.version + 1)
+            try:
+                if vid is None:
+                    raise VersionNotFoundError(f"no version {at.version + 1}")
+                yield self._chain.manifest(vid)
+            except DAMAGE:
+                if at == cursor:
+                    raise
+                return
+            at = vid
+
+    def _heal(self, cursor: VersionId, tip: VersionId) -> Staged:
+        """A version after `cursor` by way of an anchor: the newest, or the first."""
+        numbers = range(cursor.version + 1, tip.version + 1)
+        for number in numbers if self._every else reversed(numbers):
+            vid = self._chain.locate(number)
+            if vid is None or not self._anchored(vid):
+                continue
+            goal = vid if self._every else tip
+            try:
+                staged = self._whole(goal, newest=goal == tip, healed=True)
+                if staged.vid.version > cursor.version:
+                    return staged
+            except DAMAGE as error:
+                _log.debug("no healing from version %d: %s", number, error)
+            if goal == tip:
+                break
+        raise VersionNotFoundError(
+            f"{self._chain.bucket.url}: what follows version {cursor.version} is "
+            "damaged, and there is no anchor after it yet"
+        )
 
     def _delta(self, manifest: Manifest, base: Manifest) -> Staged:
         meter = Meter()
@@ -242,9 +319,17 @@ class Stager:
             manifest=manifest, base=base.id, steps=steps, weights=None, meter=meter
         )
 
-    def _whole(self, vid: VersionId, *, healed: bool = False) -> Staged:
+    def _anchored(self, vid: VersionId) -> bool:
+        try:
+            return self._chain.anchor_of(vid) is not None
+        except DAMAGE:
+            return False
+
+    def _whole(
+        self, vid: VersionId, *, newest: bool = False, healed: bool = False
+    ) -> Staged:
         meter = Meter()
-        weights, manifest = rebuild(self._chain, vid, meter)
+        weights, manifest = rebuild(self._chain, vid, meter, newest=newest)
         return Staged(
             manifest=manifest,
             base=None,
@@ -253,16 +338,6 @@ class Stager:
             meter=meter,
             healed=healed,
         )
-
-    def _anchor_after(self, path: list[Manifest], bad: Manifest) -> VersionId | None:
-        """The first version from `bad` on that has an anchor of its own."""
-        for manifest in path[path.index(bad) :]:
-            try:
-                if self._chain.anchor_of(manifest.id) is not None:
-                    return manifest.id
-            except FormatError:
-                continue
-        return None
 
 
 def _size(path: list[Manifest]) -> int:

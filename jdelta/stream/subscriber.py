@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
@@ -25,7 +26,6 @@ from jdelta.stream.records import ReaderStats
 from jdelta.stream.stager import Staged, Stager
 from jdelta.stream.update import Update
 from jdelta.wire import names
-from jdelta.wire.changes import Steps, compose
 from jdelta.wire.control import ReaderStatus
 from jdelta.wire.manifest import Manifest, VersionId
 
@@ -63,6 +63,7 @@ class Subscriber:
         self._held: VersionId | None = None
         self._stager: Stager | None = None
         self._meter = Meter()
+        self._torn = 0  # writes that did not end
         self._updates = 0
         self._healed = 0
 
@@ -199,34 +200,54 @@ class Subscriber:
             RunError: the bucket was wiped and holds another run.
             FormatError: its control objects are malformed.
         """
-        ready: list[Staged] = []
+        pending: Staged | None = None  # yielded, and not applied as far as we know
         with self._lock:
             if self._stager is not None:
                 self._stager.stop()
-            stager = Stager(self._bucket, self._held, every=every, poll=self._poll)
+            stager = Stager(
+                self._bucket,
+                self._chain.run,
+                self._held,
+                every=every,
+                poll=self._poll,
+            )
             self._stager = stager
+            torn = self._torn
         try:
             while True:
-                # What was applied is done with; what was skipped is kept.
                 held = self._held
-                while ready and held is not None and ready[0].vid <= held:
-                    ready.pop(0)
-                if ready and ready[0].weights is None and held != ready[0].base:
-                    # Torn, or restored to another version behind our back.
-                    ready.clear()
-                    stager.reset(held)
-                elif held is None and not ready:
+                if torn != self._torn:
+                    torn, pending = self._torn, None
                     stager.reset(None)
+                elif pending is not None and held == pending.vid:
+                    pending = None
+                elif pending is not None and pending.base not in (None, held):
+                    # Another version was applied or restored behind our back.
+                    pending = None
+                    stager.reset(held)
                 taken = stager.take(timeout, one=every)
                 if not taken:
                     return  # closed
                 for staged in taken:
-                    if staged.weights is not None:
-                        ready.clear()
-                        self._healed += staged.healed
                     self._count(staged.meter)
-                    ready.append(staged)
-                yield self._join(ready)
+                    self._healed += staged.healed
+                    if pending is None or staged.base != pending.vid:
+                        pending = staged
+                    else:
+                        pending = pending.then(staged)
+                if pending is None:
+                    continue
+                if pending.weights is not None:
+                    pending.lent = frozenset(pending.weights)
+                yield Update(
+                    manifest=pending.manifest,
+                    base=None if pending.base is None else pending.base.version,
+                    steps=pending.steps,
+                    weights=pending.weights,
+                    nbytes=sum(pending.meter.bytes.values()),
+                    times=dict(pending.meter.times),
+                    _writing=functools.partial(self._writing, pending.base),
+                )
         finally:
             stager.stop()
 
@@ -257,34 +278,6 @@ class Subscriber:
 
     # -- helpers
 
-    def _join(self, ready: list[Staged]) -> Update:
-        """One update out of consecutive staged versions."""
-        last = ready[-1]
-        steps: dict[str, Steps] | None = None
-        weights: dict[str, np.ndarray] | None = None
-        if ready[0].weights is not None:
-            weights = ready[0].merged_into(ready[1:])
-        else:
-            steps = dict(ready[0].steps or {})
-            for staged in ready[1:]:
-                for name, later in (staged.steps or {}).items():
-                    first = steps.get(name)
-                    steps[name] = later if first is None else compose(first, later)
-        times: dict[str, float] = {}
-        for staged in ready:
-            for stage_name, seconds in staged.meter.times.items():
-                times[stage_name] = times.get(stage_name, 0.0) + seconds
-        base = ready[0].base
-        return Update(
-            manifest=last.manifest,
-            base=None if weights is not None or base is None else base.version,
-            steps=steps,
-            weights=weights,
-            nbytes=sum(sum(staged.meter.bytes.values()) for staged in ready),
-            times=times,
-            _writing=self._writing,
-        )
-
     def _rebuild(
         self, version: int | None, meter: Meter
     ) -> tuple[dict[str, np.ndarray], Manifest]:
@@ -299,41 +292,40 @@ class Subscriber:
     @contextlib.contextmanager
     def _replacing(self, update: Update) -> Iterator[None]:
         """`_writing` for weights that did not come through `updates`."""
-        with self._writing(update):
+        with self._writing(None, update):
             yield
         with self._lock:
             self._hold(update.manifest.id)
 
     @contextlib.contextmanager
-    def _writing(self, update: Update) -> Iterator[None]:
+    def _writing(self, base: VersionId | None, update: Update) -> Iterator[None]:
         """A write that does not end leaves a torn state, which only an anchor heals."""
         before = self._held
         # The version it leads to is fine too: a second copy of the weights is brought
         # there, and whether that copy is the base version's is proved by its bits.
-        if update.base is not None and (
-            before is None or before.version not in (update.base, update.version)
-        ):
-            held = "a torn state or none" if before is None else before.version
+        if base is not None and before not in (base, update.manifest.id):
+            held = "a torn state or none"
+            if before is not None:
+                held = f"version {before.version} (epoch {before.epoch})"
             raise StateMismatchError(
-                f"the update leads from version {update.base} to {update.version}, but "
-                f"what is held is {held}; nothing was written; go on with the next "
-                "update, which leads from what is held"
+                f"the update leads from version {base.version} (epoch {base.epoch}) to "
+                f"{update.version}, but what is held is {held}; nothing was written; "
+                "go on with the next update, which leads from what is held"
             )
         self._held = None
-        written = False
         try:
             yield
-            written = True
         except JDeltaError:
             self._held = before  # receivers refuse before they write
             raise
-        finally:
-            if written:
-                self._held = update.manifest.id
-                self._updates += 1
-                for key in ("stage", "apply"):
-                    seconds = update.times.get(key, 0.0)
-                    self._meter.times[key] = self._meter.times.get(key, 0.0) + seconds
+        except BaseException:
+            self._torn += 1
+            raise
+        self._held = update.manifest.id
+        self._updates += 1
+        for key in ("stage", "apply"):
+            seconds = update.times.get(key, 0.0)
+            self._meter.times[key] = self._meter.times.get(key, 0.0) + seconds
         self._report()
 
     def _count(self, meter: Meter) -> None:

@@ -246,9 +246,13 @@ class Tools:
 @pytest.fixture(autouse=True)
 def no_thread_left():
     """Whatever a test does, the threads it started end with it."""
+    before = set(threading.enumerate())
     yield
-    names = ("jdelta-copy", "jdelta-commit", "jdelta-anchor", "jdelta-stager")
     deadline = time.monotonic() + 5
-    while left := [t for t in threading.enumerate() if t.name in names]:
+    while left := [
+        thread
+        for thread in set(threading.enumerate()) - before
+        if thread.name.startswith("jdelta-")
+    ]:
         assert time.monotonic() < deadline, f"threads left behind: {left}"
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""A crash, a lost answer or a failing store at any point: nothing lost, nothing torn."""
+"""A crash, a lost answer, a failing store at any point: nothing lost or torn."""
 
 from __future__ import annotations
 

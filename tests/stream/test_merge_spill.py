@@ -139,7 +139,9 @@ def test_spill_keeps_whole_weights_too(trainer, tools, bucket, tmp_path):
 def test_past_the_spools_bound_versions_merge_and_memory_stays_bounded(
     items, trainer, tools, bucket, tmp_path
 ):
-    one = sum(c.nbytes for delta in [trainer.train()] for t in delta.values() for c in t)
+    one = sum(
+        c.nbytes for delta in [trainer.train()] for t in delta.values() for c in t
+    )
     bound = int(one * items)
     gated = tools.GatedBucket(bucket, "deltas/")
     with trainer.open(
@@ -263,8 +265,7 @@ def test_join_equals_one_after_the_other(make_trainer):
     trainer = make_trainer()
     start = {k: v.copy() for k, v in trainer.weights.items()}
     items = [
-        Item(changes=trainer.train(0.3), whole=None, step=i, merged=1)
-        for i in range(5)
+        Item(changes=trainer.train(0.3), whole=None, step=i, merged=1) for i in range(5)
     ]
     whole = Item(
         changes=None,
