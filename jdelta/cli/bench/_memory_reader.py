@@ -49,21 +49,17 @@ def read(folder: str, chain: int, last: int) -> dict[str, Any]:
 def read_jax(folder: str, chain: int, last: int) -> dict[str, Any]:
     """The same into JAX arrays, which on the CPU are host memory too."""
     import jax
-    import ml_dtypes
 
-    from jdelta.wire.dtypes import numpy_dtype
-
-    del ml_dtypes
     jax.block_until_ready(jax.numpy.zeros(1) + 1)
     start = _peak.reset()
     import jdelta
 
     result: dict[str, Any] = {}
     with jdelta.Subscriber(folder) as subscriber:
-        specs = jdelta.Subscriber(folder).restore(0)
-        like = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in specs.items()}
-        size = sum(array.nbytes for array in specs.values())
-        del specs, numpy_dtype
+        weights = subscriber.restore(0)
+        like = {k: jax.ShapeDtypeStruct(v.shape, v.dtype) for k, v in weights.items()}
+        size = sum(array.nbytes for array in weights.values())
+        del weights
         _peak.reset()
         params = subscriber.restore(chain, like=like)
         jax.block_until_ready(params)
@@ -80,8 +76,8 @@ def read_jax(folder: str, chain: int, last: int) -> dict[str, Any]:
 def main(text: str) -> None:
     """Runs what `text` (JSON) says and prints what came of it."""
     options = json.loads(text)
-    action = read_jax if options.pop("jax", False) else read
-    print(json.dumps(action(**options)))
+    action = read_jax if options.get("jax") else read
+    print(json.dumps(action(options["folder"], options["chain"], options["last"])))
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ import optax
 from jdelta.cli import _model
 from jdelta.cli.bench import _peak
 
-_RATE = 3e-6
-_WARM_STEPS = 2
+_WARM_STEPS = 3  # the first steps of a fresh Adam change several times as much
 _TIMEOUT = 1800.0
 _TOKENS = 16  # the smallest step: its activations shall not hide anything
 
@@ -42,10 +41,10 @@ class Trainer:
     seen both.
     """
 
-    def __init__(self, config: _model.ModelConfig, capacity: float):
+    def __init__(self, config: _model.ModelConfig, capacity: float, rate: float):
         """Makes the weights and the optimizer's state."""
         graphdef, self.master = _model.make_model(config)
-        tx = optax.adamw(_RATE, b2=0.95)
+        tx = optax.adamw(rate, b2=0.95)
         self.state = jax.jit(tx.init)(self.master)
         self.weights = jax.jit(_model.cast)(self.master)
         self.parameters = _model.parameter_count(self.master)
@@ -148,13 +147,13 @@ def with_publisher(trainer: Trainer, steps: int, folder: str) -> dict[str, Any]:
             train()
         publisher.flush(_TIMEOUT)
         result["first_anchor"] = _peak.peak()
-        _peak.reset()
+        result["deltas_start"] = _peak.reset()
         for _ in range(steps):
             train()
         publisher.flush(_TIMEOUT)
         result["deltas"] = _peak.peak()
         result["anchor_before"] = publisher.stats().bytes_written["anchor"]
-        _peak.reset()
+        result["second_anchor_start"] = _peak.reset()
         deadline = time.monotonic() + _TIMEOUT
         extra = 0
         while extra < 2 and time.monotonic() < deadline:
@@ -173,6 +172,7 @@ def with_publisher(trainer: Trainer, steps: int, folder: str) -> dict[str, Any]:
         "changed": changed,
         "sizes": sizes,
         "merged": stats.merged,
+        "overflowed": stats.overflowed,
         "version": publisher.version,
         "times": stats.times,
     }
@@ -185,7 +185,7 @@ def _anchor_running() -> bool:
 def main(text: str) -> None:
     """Runs what `text` (JSON) says and prints what came of it."""
     options = json.loads(text)
-    trainer = Trainer(config_of(options["params"]), options["capacity"])
+    trainer = Trainer(config_of(options["params"]), options["capacity"], options["lr"])
     folder = options.get("folder")
     if folder is None:
         result = without(trainer, options["steps"])

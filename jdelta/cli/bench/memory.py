@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from enum import StrEnum
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +18,16 @@ from jdelta.cli.bench._report import Bar, Quick, Report, Row, progress, require
 from jdelta.errors import JDeltaError
 
 _ALLOWANCE_MIB = 256
+# glibc keeps freed blocks below a threshold that it raises by itself to 32 MiB. At a
+# fixed one larger blocks go back at once: what is resident is what is held.
+_RETURNING = {"MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+
+
+class Allocator(StrEnum):
+    """How the measured processes allocate."""
+
+    returning = "returning"
+    default = "default"
 
 
 @command
@@ -26,10 +37,20 @@ def memory(
     ] = None,
     steps: Annotated[
         int, typer.Option(min=2, help="Steps that are measured in each phase.")
-    ] = 6,
+    ] = 4,
+    lr: Annotated[
+        float, typer.Option(min=0.0, help="Learning rate of the AdamW.")
+    ] = 1e-6,
     capacity: Annotated[
         float, typer.Option(min=0.0, max=1.0, help="Room of the delta, as a share.")
     ] = 0.1,
+    allocator: Annotated[
+        Allocator,
+        typer.Option(
+            help="returning: all processes run with MALLOC_MMAP_THRESHOLD_ = 1 MiB, so "
+            "that freed memory does not count; default: as the C library has it."
+        ),
+    ] = Allocator.returning,
     quick: Quick = False,
     as_json: Json = False,
     debug: Debug = False,
@@ -45,23 +66,34 @@ def memory(
     """
     require("jax", "flax", "optax")
     params = params or (2_000_000 if quick else 500_000_000)
+    settings = {
+        "params": params,
+        "steps": steps,
+        "lr": lr,
+        "capacity": capacity,
+        "allocator": allocator.value,
+    }
     report = Report(
         name="memory",
-        settings={"params": params, "steps": steps, "capacity": capacity},
+        settings=settings,
         quick=quick,
     )
     _peak.reset()  # fails early where it cannot be measured
     trainer, reader = "_memory_trainer", "_memory_reader"
-    options = {"params": params, "steps": steps, "capacity": capacity}
     progress("training without jdelta")
-    off = _child(trainer, options)
+    off = _child(trainer, settings)
     with tempfile.TemporaryDirectory(prefix="jdelta-bench-") as folder:
         progress("training with a publisher")
-        on = _child(trainer, {**options, "folder": folder})
+        on = _child(trainer, {**settings, "folder": folder})
         whole = 2 * on["parameters"]
         progress("reading")
         last = on["version"]
-        follow = {"folder": folder, "chain": max(1, last // 2), "last": last}
+        follow = {
+            "folder": folder,
+            "chain": max(1, last // 2),
+            "last": last,
+            "allocator": allocator.value,
+        }
         read = _child(reader, follow)
         read_jax = _child(reader, {**follow, "jax": True})
 
@@ -134,13 +166,14 @@ def _child(module: str, options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         JDeltaError: it failed; the message holds its last words.
     """
+    allocator = _RETURNING if options["allocator"] == Allocator.returning else {}
     # The child must find the very modules that this process would.
     path = os.pathsep.join(entry or os.getcwd() for entry in sys.path)
     done = subprocess.run(
         [sys.executable, "-P", "-m", f"jdelta.cli.bench.{module}", json.dumps(options)],
         capture_output=True,
         encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, **allocator, "PYTHONPATH": path},
     )
     if done.returncode:
         tail = "\n".join(done.stderr.splitlines()[-15:])
