@@ -46,7 +46,17 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'jdelta' has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    try:
+        home = importlib.import_module(_HOMES[name])
+    except ModuleNotFoundError as error:
+        if error.name not in ("jax", "jaxlib", "optax"):
+            raise
+        from jdelta.errors import MissingExtraError
+
+        raise MissingExtraError(
+            f"jdelta.{name} needs {error.name}: pip install 'jdelta[jax]'"
+        ) from error
+    value = getattr(home, name)
     globals()[name] = value
     return value
 
