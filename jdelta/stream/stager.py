@@ -244,7 +244,7 @@ class Stager:
             _log.warning("healing from an anchor: %s", error)
             yield self._heal(cursor, tip)
             return
-        if not path or (not self._every and _size(path) > _whole_size(path[-1])):
+        if not path or (not self._every and self._shorter_by_anchor(path)):
             # An anchor stands on the way or is less to fetch.
             yield self._whole(tip)
             return
@@ -319,6 +319,17 @@ class Stager:
             manifest=manifest, base=base.id, steps=steps, weights=None, meter=meter
         )
 
+    def _shorter_by_anchor(self, path: list[Manifest]) -> bool:
+        """Whether an anchor of one of these, and what follows it, is less to fetch."""
+        room = _size(path) - _whole_size(path[-1])
+        for manifest in reversed(path):
+            if room <= 0:
+                return False
+            if self._anchored(manifest.id):
+                return True
+            room -= manifest.nbytes
+        return False
+
     def _anchored(self, vid: VersionId) -> bool:
         try:
             return self._chain.anchor_of(vid) is not None
@@ -341,7 +352,7 @@ class Stager:
 
 
 def _size(path: list[Manifest]) -> int:
-    return sum(ref.size for manifest in path for ref in manifest.objects)
+    return sum(manifest.nbytes for manifest in path)
 
 
 def _whole_size(manifest: Manifest) -> int:
