@@ -16,7 +16,7 @@ from jdelta.delta._blocks import gather_batch
 from jdelta.delta._delta import Delta, Group
 from jdelta.delta._layout import DEFAULT, Batch, Large, Limits, group_layouts
 from jdelta.delta._pages import page_end
-from jdelta.delta._spec import LeafSpec, check_same, specs_of
+from jdelta.delta._spec import LeafSpec, check_same, refuse_sharded, specs_of
 
 
 def apply(params: Any, delta: Delta, *, _limits: Limits = DEFAULT) -> Any:
@@ -46,6 +46,7 @@ def apply(params: Any, delta: Delta, *, _limits: Limits = DEFAULT) -> Any:
     """
     specs, leaves = specs_of(params)
     check_same(delta.spec, specs, "apply(params, delta)")
+    refuse_sharded(specs, leaves)
     delta.check()
     new = _apply_leaves(leaves, delta, _limits)
     return jax.tree.unflatten(jax.tree.structure(params), new)
@@ -78,7 +79,8 @@ def _apply_batch(
     end: jax.Array,
     specs: tuple[LeafSpec, ...],
 ) -> list[Any]:
-    bits = gather_batch([leaves[i] for i in batch.leaves], batch.size)
+    dtypes = [specs[i].dtype for i in batch.leaves]
+    bits = gather_batch([leaves[i] for i in batch.leaves], dtypes, batch.size)
 
     def write(bits: jax.Array, positions: jax.Array, valid: Any, new: Any) -> Any:
         at = jnp.where(valid, positions - np.uint32(batch.start), np.uint32(batch.size))

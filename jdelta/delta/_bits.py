@@ -27,7 +27,7 @@ def uint(width: int) -> Any:
 
 def width_of(name: str, dtype: Any) -> int:
     """Bytes of one element of `dtype`, or TreeError naming the leaf `name`."""
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.extended):
+    if jnp.issubdtype(dtype, jax.dtypes.extended):
         raise TreeError(
             f"leaf {name!r} has the extended dtype {dtype}, which has no bits to "
             "compare; leave it out (for a random key: jax.random.key_data)"
@@ -40,12 +40,16 @@ def width_of(name: str, dtype: Any) -> int:
             f"leaf {name!r} has dtype {dtype}; expected bool, an integer or a float of "
             "1, 2, 4 or 8 bytes an element; convert it or leave it out"
         )
-    if dtype.itemsize == 8 and not jax.config.jax_enable_x64:
+    if dtype.itemsize == 8 and not _x64():
         raise TreeError(
             f"leaf {name!r} has dtype {dtype}, but 64-bit types are off in JAX; set "
             "jax_enable_x64 or convert the leaf"
         )
     return dtype.itemsize
+
+
+def _x64() -> bool:
+    return jax.dtypes.canonicalize_dtype(np.int64).itemsize == 8
 
 
 def _bits_of(dtype: np.dtype) -> int:
@@ -59,6 +63,16 @@ def to_bits(x: Any) -> jax.Array:
     if dtype == np.bool_:
         return jnp.asarray(x).astype(np.uint8)
     return lax.bitcast_convert_type(x, uint(dtype.itemsize))
+
+
+def narrow_bits(bits: jax.Array, have: Any, want: Any) -> jax.Array:
+    """The bits of `want` that bits of `have` are published as.
+
+    Bits of the same width are taken as they are; others are cast.
+    """
+    if np.dtype(have).itemsize == np.dtype(want).itemsize:
+        return bits
+    return to_bits(from_bits(bits, have).astype(want))
 
 
 def own_bits(x: Any) -> jax.Array:

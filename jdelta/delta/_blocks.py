@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdelta.delta._bits import to_bits
+from jdelta.delta._bits import narrow_bits, to_bits
 from jdelta.delta._layout import RANK_ELEMENTS, Large
 
 
@@ -61,20 +61,34 @@ def choose(which: jax.Array, branches: Sequence[Any], *args: Any) -> Any:
     return lax.switch(which.astype(np.int32), branches, *args)
 
 
-def gather_batch(leaves: Sequence[Any], size: int) -> jax.Array:
-    """The bits of several leaves, one behind the other, with zeros up to `size`."""
-    parts = [to_bits(x).reshape(-1) for x in leaves]
+def gather_batch(leaves: Sequence[Any], dtypes: Sequence[str], size: int) -> jax.Array:
+    """The published bits of several leaves end to end, with zeros up to `size`."""
+    parts = [
+        narrow_bits(to_bits(x).reshape(-1), x.dtype, dtype)
+        for x, dtype in zip(leaves, dtypes, strict=True)
+    ]
     missing = size - sum(part.size for part in parts)
     return jnp.concatenate([*parts, jnp.zeros(missing, parts[0].dtype)])
 
 
 def block_bits(
-    x: Any, large: Large, row: jax.Array, column: jax.Array, block: int
+    x: Any, dtype: str, large: Large, row: jax.Array, column: jax.Array, block: int
 ) -> jax.Array:
-    """The bits of one block of a leaf, or of a whole row that is shorter."""
+    """The published bits of one block of a leaf, or of a whole, shorter row."""
     size = (1, min(block, large.columns))
     view = to_bits(x).reshape(large.rows, large.columns)
-    return lax.dynamic_slice(view, (row, column), size).reshape(-1)
+    bits = lax.dynamic_slice(view, (row, column), size).reshape(-1)
+    return narrow_bits(bits, x.dtype, dtype)
+
+
+def pick_bits(
+    x: Any, dtype: str, large: Large, row: jax.Array, column: jax.Array
+) -> jax.Array:
+    """The published bits of a leaf's elements at one row and several columns."""
+    view = to_bits(x).reshape(large.rows, large.columns)
+    column = jnp.minimum(column, np.uint32(large.columns - 1))
+    bits = view.at[row, column].get(mode="promise_in_bounds")
+    return narrow_bits(bits, x.dtype, dtype)
 
 
 def drop_first(words: jax.Array, skip: jax.Array, size: int) -> jax.Array:

@@ -8,6 +8,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from jdelta.delta._pages import Pages, page_sizes
 from jdelta.delta._spec import LeafSpec
@@ -74,7 +75,7 @@ class Delta:
     def check(self) -> None:
         """Raise DeltaOverflowError if the delta overflowed; in a jit, do nothing."""
         for group in self.groups:
-            if isinstance(group.count, jax.core.Tracer):
+            if isinstance(group.count, Tracer):
                 return
             count = int(np.asarray(group.count))
             if count > group.slots:

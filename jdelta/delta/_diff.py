@@ -11,13 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdelta.delta._bits import to_bits, uint
+from jdelta.delta._bits import uint
 from jdelta.delta._blocks import (
     Table,
     block_bits,
     choose,
     drop_first,
     gather_batch,
+    pick_bits,
     round_up,
 )
 from jdelta.delta._delta import Delta, Group
@@ -31,7 +32,7 @@ from jdelta.delta._layout import (
     group_layouts,
 )
 from jdelta.delta._pages import Pages
-from jdelta.delta._spec import LeafSpec, check_same, specs_of
+from jdelta.delta._spec import LeafSpec, check_same, refuse_sharded, specs_of
 from jdelta.delta._words import array_words, pack
 
 
@@ -73,6 +74,8 @@ def diff(
     old_specs, olds = specs_of(old)
     new_specs, news = specs_of(new)
     check_same(old_specs, new_specs, "diff(old, new)")
+    refuse_sharded(old_specs, olds)
+    refuse_sharded(new_specs, news)
     return diff_leaves(olds, news, old_specs, float(capacity), _limits)
 
 
@@ -90,10 +93,14 @@ def diff_leaves(
     capacity: float,
     limits: Limits = DEFAULT,
 ) -> Delta:
-    """`diff` of checked leaves."""
+    """`diff` of checked leaves, over the specs' dtypes.
+
+    A leaf may hold its bits instead, as unsigned integers of the width, or be wider:
+    then it is narrowed as it is read, without a copy.
+    """
     groups = tuple(
         _diff_group(
-            layout, olds, news, slot_count(layout.size, capacity, limits), limits
+            layout, specs, olds, news, slot_count(layout.size, capacity, limits), limits
         )
         for layout in group_layouts(specs, limits)
     )
@@ -117,6 +124,7 @@ def empty_pages(slots: int, width: int, limits: Limits) -> tuple[Pages, Pages, P
 
 def _diff_group(
     layout: GroupLayout,
+    specs: tuple[LeafSpec, ...],
     olds: Sequence[Any],
     news: Sequence[Any],
     slots: int,
@@ -124,9 +132,13 @@ def _diff_group(
 ) -> Group:
     count, pages = np.uint32(0), empty_pages(slots, layout.width, limits)
     if layout.batches:
-        count, pages = _sweep_small(layout, olds, news, slots, count, pages, limits)
+        count, pages = _sweep_small(
+            layout, specs, olds, news, slots, count, pages, limits
+        )
     if layout.large:
-        count, pages = _sweep_large(layout, olds, news, slots, count, pages, limits)
+        count, pages = _sweep_large(
+            layout, specs, olds, news, slots, count, pages, limits
+        )
     positions, old, new = pages
     return Group(
         count=jnp.asarray(count),
@@ -141,6 +153,7 @@ def _diff_group(
 
 def _sweep_small(
     layout: GroupLayout,
+    specs: tuple[LeafSpec, ...],
     olds: Sequence[Any],
     news: Sequence[Any],
     slots: int,
@@ -154,7 +167,11 @@ def _sweep_small(
 
     def copy(batch: Batch) -> Any:
         return lambda: tuple(
-            gather_batch([leaves[i] for i in batch.leaves], block)
+            gather_batch(
+                [leaves[i] for i in batch.leaves],
+                [specs[i].dtype for i in batch.leaves],
+                block,
+            )
             for leaves in (olds, news)
         )
 
@@ -176,6 +193,7 @@ def _sweep_small(
 
 def _sweep_large(
     layout: GroupLayout,
+    specs: tuple[LeafSpec, ...],
     olds: Sequence[Any],
     news: Sequence[Any],
     slots: int,
@@ -191,9 +209,11 @@ def _sweep_large(
     # The views are taken inside the branches: outside, XLA would make a copy of each
     # array as integers.
     def words(large: Large) -> Any:
+        dtype = specs[large.leaf].dtype
+
         def read(row: jax.Array, column: jax.Array, skip: jax.Array) -> jax.Array:
             old, new = (
-                block_bits(leaves[large.leaf], large, row, column, block)
+                block_bits(leaves[large.leaf], dtype, large, row, column, block)
                 for leaves in (olds, news)
             )
             return drop_first(array_words(old, new), skip, block // 32)
@@ -201,17 +221,11 @@ def _sweep_large(
         return read
 
     def picks(large: Large) -> Any:
-        def pick(row: jax.Array, column: jax.Array) -> Any:
-            column = jnp.minimum(column, np.uint32(large.columns - 1))
-            return tuple(
-                to_bits(leaves[large.leaf])
-                .reshape(large.rows, large.columns)
-                .at[row, column]
-                .get(mode="promise_in_bounds")
-                for leaves in (olds, news)
-            )
-
-        return pick
+        dtype = specs[large.leaf].dtype
+        return lambda row, column: tuple(
+            pick_bits(leaves[large.leaf], dtype, large, row, column)
+            for leaves in (olds, news)
+        )
 
     readers = [words(large) for large in layout.large]
     pickers = [picks(large) for large in layout.large]

@@ -85,7 +85,9 @@ def _merge_group(first: Group, second: Group, slots: int, limits: Limits) -> Gro
 
     width = first.old.pages[0].dtype.itemsize
     pages = empty_pages(slots, width, limits)
-    positions, old, new = fill(pages, either, slots, _U0, emit, limits)
+    positions, old, new = fill(
+        pages, either, slots, jnp.zeros((), np.uint32), emit, limits
+    )
     lost = (first.count > np.uint32(first.slots)) | (
         second.count > np.uint32(second.slots)
     )

@@ -80,11 +80,24 @@ def specs_of(tree: Any) -> tuple[tuple[LeafSpec, ...], list[Any]]:
     """The specs and the leaves of a tree of arrays, checked.
 
     Raises:
-        TreeError: a leaf is not an array, its dtype has no whole-byte bits, it is
-            sharded over an explicit mesh axis, or two leaves have one name.
+        TreeError: a leaf is not an array, its dtype has no whole-byte bits, or two
+            leaves have one name.
     """
     names, leaves = leaf_names(tree), jax.tree.leaves(tree)
     return tuple(_spec(n, x) for n, x in zip(names, leaves, strict=True)), leaves
+
+
+def refuse_sharded(specs: tuple[LeafSpec, ...], leaves: list[Any]) -> None:
+    """Raise TreeError naming a leaf that is sharded over an explicit mesh axis."""
+    for spec, x in zip(specs, leaves, strict=True):
+        if not isinstance(x, jax.Array):
+            continue
+        axes = getattr(getattr(jax.typeof(x), "sharding", None), "spec", None)
+        if axes is not None and any(axis is not None for axis in axes):
+            raise TreeError(
+                f"leaf {spec.name!r} is sharded as {axes} over explicit mesh axes; "
+                "expected a replicated array: jax.reshard(x, jax.P()) first"
+            )
 
 
 def _spec(name: str, x: Any) -> LeafSpec:
@@ -93,14 +106,6 @@ def _spec(name: str, x: Any) -> LeafSpec:
             f"leaf {name!r} is a {type(x).__name__}; expected a JAX or NumPy array"
         )
     width_of(name, x.dtype)
-    if isinstance(x, jax.core.Tracer):
-        sharding = jax.typeof(x).sharding
-        explicit = getattr(sharding, "spec", None)
-        if explicit is not None and any(axis is not None for axis in explicit):
-            raise TreeError(
-                f"leaf {name!r} is sharded as {explicit} over explicit mesh axes; "
-                "expected a replicated array: jax.reshard(x, jax.P()) first"
-            )
     return LeafSpec(name, tuple(map(int, x.shape)), np.dtype(x.dtype).name)
 
 

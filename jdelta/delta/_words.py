@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdelta.delta._bits import to_bits
-from jdelta.delta._spec import check_same, specs_of
+from jdelta.delta._spec import check_same, refuse_sharded, specs_of
 
 _TILE = 32 * 32
 
@@ -37,6 +37,8 @@ def change_words(old: Any, new: Any) -> jax.Array:
     old_specs, olds = specs_of(old)
     new_specs, news = specs_of(new)
     check_same(old_specs, new_specs, "change_words(old, new)")
+    refuse_sharded(old_specs, olds)
+    refuse_sharded(new_specs, news)
     words = [array_words(a, b) for a, b in zip(olds, news, strict=True)]
     return jnp.concatenate(words) if words else jnp.zeros(0, np.uint32)
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from jdelta.delta._bits import from_bits, own_bits
+from jdelta.delta._bits import from_bits, own_bits, to_bits
 from jdelta.delta._delta import Delta
 from jdelta.delta._diff import check_capacity, diff_leaves
 from jdelta.delta._spec import (
@@ -25,6 +25,7 @@ from jdelta.delta._spec import (
     check_same,
     leaf_names,
     path_name,
+    refuse_sharded,
     specs_of,
 )
 from jdelta.errors import TreeError
@@ -121,21 +122,21 @@ def wrap(
     name = None if dtype is None else np.dtype(dtype).name
     extended = optax.with_extra_args_support(inner)
 
-    def init(params: Any) -> WrapState:
-        published_tree = _publish(params, name, select)
-        _refuse_holes(published_tree)
-        specs, _ = specs_of(published_tree)
+    def init(params: Any) -> Any:
+        tree = params if select is None else select(params)
+        _refuse_holes(tree)
+        specs, leaves = _published_leaves(tree, name)
         snapshot = Snapshot(
-            jax.tree.map(own_bits, published_tree),
+            jax.tree.unflatten(
+                jax.tree.structure(tree), _published_bits(specs, leaves)
+            ),
             Dtypes(spec.dtype for spec in specs),
             name,
             select,
         )
         return WrapState(extended.init(params), snapshot)
 
-    def update(
-        updates: Any, state: WrapState, params: Any = None, **extra_args: Any
-    ) -> tuple[Any, WrapState]:
+    def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
         updates, inner_state = extended.update(
             updates, state.inner_state, params, **extra_args
         )
@@ -186,12 +187,14 @@ def _extract(
     opt_state: Any, params: Any, capacity: float
 ) -> tuple[Delta, list[jax.Array]]:
     snapshot = _find(opt_state)
-    new = _publish(params, snapshot.dtype, snapshot.select)
-    specs, leaves = specs_of(new)
-    old_bits = jax.tree.leaves(snapshot.bits)
+    tree = params if snapshot.select is None else snapshot.select(params)
+    specs, leaves = _published_leaves(tree, snapshot.dtype)
     check_same(_snapshot_specs(snapshot, specs), specs, "extract(opt_state, params)")
-    new_bits = [own_bits(x) for x in leaves]
-    return diff_leaves(old_bits, new_bits, specs, float(capacity)), new_bits
+    refuse_sharded(specs, leaves)
+    # The leaves are narrowed again as they are read: the new bits can then be written
+    # over the old ones, when the state is donated.
+    delta = diff_leaves(jax.tree.leaves(snapshot.bits), leaves, specs, float(capacity))
+    return delta, _published_bits(specs, leaves)
 
 
 def _extract_nnx(optimizer: Any, model: Any, capacity: float) -> Delta:
@@ -243,19 +246,26 @@ def published(opt_state: Any) -> Any:
     return jax.tree.unflatten(treedef, arrays)
 
 
-def _publish(params: Any, dtype: str | None, select: Select | None) -> Any:
-    """The tree to publish: selected, and narrowed to the published dtype."""
-    tree = params if select is None else select(params)
+def _published_leaves(
+    tree: Any, dtype: str | None
+) -> tuple[tuple[LeafSpec, ...], list[Any]]:
+    """The leaves as they are, with specs in the published dtypes."""
+    specs, leaves = specs_of(tree)
 
-    def narrow(x: Any) -> Any:
-        if dtype is None or not isinstance(x, (jax.Array, np.ndarray)):
-            return x
-        wider = jnp.issubdtype(x.dtype, jnp.floating) and (
-            x.dtype.itemsize > np.dtype(dtype).itemsize
-        )
-        return jnp.asarray(x).astype(dtype) if wider else x
+    def narrow(spec: LeafSpec) -> LeafSpec:
+        if dtype is None or not jnp.issubdtype(np.dtype(spec.dtype), jnp.floating):
+            return spec
+        wider = spec.width > np.dtype(dtype).itemsize
+        return spec._replace(dtype=dtype) if wider else spec
 
-    return jax.tree.map(narrow, tree)
+    return tuple(narrow(spec) for spec in specs), leaves
+
+
+def _published_bits(specs: tuple[LeafSpec, ...], leaves: list[Any]) -> list[jax.Array]:
+    return [
+        own_bits(x) if spec.dtype == x.dtype.name else to_bits(x.astype(spec.dtype))
+        for spec, x in zip(specs, leaves, strict=True)
+    ]
 
 
 def _refuse_holes(tree: Any) -> None:
@@ -301,10 +311,11 @@ def _snapshot_specs(
     snapshot: Snapshot, specs: tuple[LeafSpec, ...]
 ) -> tuple[LeafSpec, ...]:
     names, bits = leaf_names(snapshot.bits), jax.tree.leaves(snapshot.bits)
-    dtypes = snapshot.dtypes
+    dtypes = list[str](snapshot.dtypes)
     if len(dtypes) != len(bits):
         known = {spec.name: spec.dtype for spec in specs}
-        dtypes = [known.get(n, x.dtype.name) for n, x in zip(names, bits, strict=True)]
+        own = [str(x.dtype) for x in bits]
+        dtypes = [known.get(n, d) for n, d in zip(names, own, strict=True)]
     return tuple(
         LeafSpec(name, tuple(x.shape), dtype)
         for name, x, dtype in zip(names, bits, dtypes, strict=True)

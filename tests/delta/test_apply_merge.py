@@ -27,9 +27,7 @@ def trees(seed: int, count: int, densities=(0.05, 0.3), values=4) -> list[dict]:
     rng = np.random.default_rng(seed)
     shapes = {"a": (20, 30), "b": (), "c": (33,), "d": (2, 3, 7), "e": (1000,)}
     dtypes = {"a": "u2", "b": "u4", "c": "u4", "d": "u1", "e": "u2"}
-    tree = {
-        k: rng.integers(0, values, s).astype(dtypes[k]) for k, s in shapes.items()
-    }
+    tree = {k: rng.integers(0, values, s).astype(dtypes[k]) for k, s in shapes.items()}
     out = [tree]
     for _ in range(count - 1):
         p = rng.choice(densities)

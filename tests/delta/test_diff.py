@@ -82,9 +82,7 @@ def to_jax(tree: dict) -> dict:
     return jax.tree.map(jnp.asarray, tree)
 
 
-@settings(
-    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.lists(
         st.tuples(

@@ -34,9 +34,7 @@ ARGUMENTS = {
     "base_optimizer": SGD,
     "optimizer": SGD,
     "inner": SGD,
-    "adv_optimizer": optax.chain(
-        optax.contrib.normalize(), optax.sgd(0.05)
-    ),
+    "adv_optimizer": optax.chain(optax.contrib.normalize(), optax.sgd(0.05)),
     "sync_period": 3,
     "slow_step_size": 0.5,
     "max_delta": 1.0,
@@ -53,12 +51,13 @@ ARGUMENTS = {
     "should_transform_fn": lambda step, **_: step % 2 == 0,
     "mask": plain,
     "freeze_mask": {"w": True, "b": False},
+    "seed": 0,
     "max_backtracking_steps": 5,
     "max_linesearch_steps": 5,
     "l2_norm_clip": 1.0,
     "noise_multiplier": 0.1,
     "measure_name": "norm",
-    "measure": lambda updates, *_, **__: optax.global_norm(updates),
+    "measure": lambda updates, *_, **__: optax.tree.norm(updates),
     "measures": {},
     "alpha": 1.0,
 }
@@ -87,7 +86,22 @@ BY_HAND = {
     "keep_params_nonnegative": lambda: optax.chain(
         SGD, optax.keep_params_nonnegative()
     ),
+    "freeze": lambda: optax.chain(optax.freeze({"w": True, "b": False}), SGD),
+    "measure_with_ema": lambda: optax.measure_with_ema(lambda updates: updates, 0.9),
+    "mechanize": lambda: optax.contrib.mechanize(SGD, s_init=1e-1),
+    "scale_by_muon": lambda: optax.masked(
+        optax.contrib.scale_by_muon(
+            weight_dimension_numbers=lambda updates: jax.tree.map(
+                lambda _: optax.contrib.MuonDimensionNumbers(), updates
+            )
+        ),
+        {"w": True, "b": False},
+    ),
 }
+
+# Refuse extra arguments, or pass all on to a function of the user's.
+NO_EXTRA = {"sam"}
+MORE_EXTRA = {"sophia": {"obj_fn": loss}}
 
 # Take gradients of each example of a batch, with a leading axis.
 PER_EXAMPLE = {"dpsgd", "differentially_private_aggregate"}
@@ -116,7 +130,7 @@ def make(name: str) -> optax.GradientTransformation:
     arguments = {}
     for parameter in inspect.signature(CANDIDATES[name]).parameters.values():
         required = parameter.default is inspect.Parameter.empty
-        if required and parameter.kind not in (
+        if (required or parameter.name == "key") and parameter.kind not in (
             inspect.Parameter.VAR_POSITIONAL,
             inspect.Parameter.VAR_KEYWORD,
         ):
@@ -129,21 +143,33 @@ def test_the_sweep_is_the_whole_of_optax():
     assert {"adamw", "lbfgs", "muon", "sam", "schedule_free", "sophia"} <= {*CANDIDATES}
 
 
+def weights(params):
+    """Where the model's weights are: `lookahead` keeps them in pairs."""
+    return params.fast if isinstance(params, optax.LookaheadParams) else params
+
+
+def slow_weights(params):
+    return params.slow
+
+
+# Deprecated ones are swept too.
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("name", CANDIDATES)
 def test_replica_equals_trainer_at_every_step(name):
-    tx = wrap(make(name))
     params = {"w": jnp.full((4, 3), 0.3), "b": jnp.ones((3,))}
+    select = None
+    if name == "lookahead":
+        params, select = optax.LookaheadParams.init_synced(params), slow_weights
+    tx = wrap(make(name), select=select)
 
     @jax.jit
     def step(params, state):
-        value, grads = jax.value_and_grad(loss)(params)
-        given = grads
+        value, grads = jax.value_and_grad(loss)(weights(params))
+        extra = {"value": value, "grad": grads, "value_fn": loss}
+        extra = {} if name in NO_EXTRA else extra | MORE_EXTRA.get(name, {})
         if name in PER_EXAMPLE:
-            given = jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads)
-        updates, state = tx.update(
-            given, state, params, value=value, grad=grads, value_fn=loss, obj_fn=loss
-        )
+            grads = jax.tree.map(lambda g: jnp.stack([g, 2 * g]), grads)
+        updates, state = tx.update(grads, state, params, **extra)
         return optax.apply_updates(params, updates), state
 
     state = tx.init(params)
@@ -153,7 +179,7 @@ def test_replica_equals_trainer_at_every_step(name):
         params, state = step(params, state)
         delta, state = extract(state, params, capacity=1.0)
         replica = apply(replica, delta)
-        for k, x in params.items():
+        for k, x in (params if select is None else select(params)).items():
             want = np.asarray(x.astype(jnp.bfloat16)).view(np.uint16)
             np.testing.assert_array_equal(np.asarray(replica[k]).view(np.uint16), want)
         moved += sum(int(group.count) for group in delta.groups)

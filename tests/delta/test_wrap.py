@@ -239,9 +239,7 @@ def test_inside_a_mask_is_refused(wrapper):
     labels = {"w": "x", "b": "y", "s": "x"}
     tx = {
         "masked": lambda: optax.masked(inner, mask),
-        "partition": lambda: optax.partition(
-            {"x": inner, "y": optax.sgd(0.1)}, labels
-        ),
+        "partition": lambda: optax.partition({"x": inner, "y": optax.sgd(0.1)}, labels),
         "freeze": lambda: optax.chain(
             optax.masked(inner, jax.tree.map(lambda x: not x, mask))
         ),
