@@ -40,7 +40,21 @@ _HOMES = {
     "load": "jdelta.stream",
 }
 
-__all__ = ["__version__", *_HOMES]
+__all__ = [
+    "Delta",
+    "Publisher",
+    "Subscriber",
+    "Update",
+    "__version__",
+    "apply",
+    "diff",
+    "extract",
+    "load",
+    "merge",
+    "open_bucket",
+    "published",
+    "wrap",
+]
 
 
 def __getattr__(name: str) -> Any:

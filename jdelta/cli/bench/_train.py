@@ -126,7 +126,7 @@ class _Streamed:
     def _recipe(
         self, setup: Setup, graphdef: Any, tx: Any
     ) -> tuple[Callable[[np.ndarray], tuple[Any, Any, Any]], Any]:
-        """A function from tokens to loss, delta and weights; and the first weights."""
+        """A function from tokens to loss, delta and a weights function; first weights."""
         if setup.recipe == "diff":
             step = _model.make_step(graphdef, tx)
             cast, diff = jax.jit(_model.cast), jax.jit(jdelta.diff)
@@ -149,7 +149,7 @@ class _Streamed:
                 self._params, self._state, loss, delta = fused(
                     self._params, self._state, tokens
                 )
-                return loss, delta, jdelta.published(self._state)
+                return loss, delta, functools.partial(jdelta.published, self._state)
 
             return by_fused, jdelta.published(self._state)
         step = _model.make_step(graphdef, tx)
@@ -158,7 +158,7 @@ class _Streamed:
         def by_wrap(tokens: np.ndarray) -> tuple[Any, Any, Any]:
             self._params, self._state, loss = step(self._params, self._state, tokens)
             delta, self._state = extract(self._state, self._params)
-            return loss, delta, jdelta.published(self._state)
+            return loss, delta, functools.partial(jdelta.published, self._state)
 
         return by_wrap, jdelta.published(self._state)
 
