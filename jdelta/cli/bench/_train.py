@@ -126,7 +126,7 @@ class _Streamed:
     def _recipe(
         self, setup: Setup, graphdef: Any, tx: Any
     ) -> tuple[Callable[[np.ndarray], tuple[Any, Any, Any]], Any]:
-        """A function from tokens to loss, delta, weights function; and first weights."""
+        """A function from tokens to loss, delta, weights function; first weights."""
         if setup.recipe == "diff":
             step = _model.make_step(graphdef, tx)
             cast, diff = jax.jit(_model.cast), jax.jit(jdelta.diff)
