@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from jdelta.errors import CorruptError, FormatError, TreeError
@@ -68,8 +69,16 @@ def write_anchor(
 
     def close() -> None:
         path = folder / f"part-{len(shards) + 1:05d}"
-        # "pt" is what transformers asks for.
-        save_file(batch, path, {"format": "pt"})
+        try:
+            # "pt" is what transformers asks for.
+            save_file(batch, path, {"format": "pt"})
+        except SafetensorError as error:
+            if "not covered" not in str(error):
+                raise
+            raise TreeError(
+                f"the installed safetensors cannot write one of {sorted(batch)[:5]}: "
+                f"{error}; a newer one can, or publish another dtype"
+            ) from error
         shards.append((path, tuple(batch)))
         batch.clear()
 

@@ -183,7 +183,8 @@ def _far_dot(
         return int(np.einsum("i,i", factor, moved)) * int(_far(lane, far[:1])[0])
     if last - first < far.size:
         table = _far(lane, np.arange(first, last + 1, dtype=np.uint64))
-        factor *= np.take(table, far - np.uint64(first), mode="wrap")
+        near = (far - np.uint64(first)).astype(np.intp)
+        factor *= np.take(table, near, mode="wrap")
     else:
         factor *= _far(lane, far)
     return int(np.einsum("i,i", factor, moved))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from jdelta.errors import CorruptError, FormatError, TreeError
@@ -163,9 +163,33 @@ def test_names_safetensors_keeps_for_itself_are_refused():
 # --- anchors
 
 
+def _written_by_the_library(name):
+    """Older releases of safetensors know fewer dtypes than they can read."""
+    try:
+        save({"w": np.zeros(1, dtypes.numpy_dtype(name))})
+    except SafetensorError:
+        return False
+    return True
+
+
+WRITTEN = [name for name in dtypes.NAMES if _written_by_the_library(name)]
+
+
+def test_a_dtype_the_library_cannot_write_is_refused_by_name(tmp_path, monkeypatch):
+    """Simulated: which releases lack which dtype is theirs to say."""
+
+    def refuse(*_):
+        raise SafetensorError("dtype float8_e8m0fnu is not covered")
+
+    monkeypatch.setattr(anchor, "save_file", refuse)
+    spec = TensorSpec("w", "U8", (1,))
+    with pytest.raises(TreeError, match="'w'.*float8_e8m0fnu"):
+        anchor.write_anchor([(spec, np.zeros(1, np.uint8))], tmp_path / "a")
+
+
 def _tensors():
     rng = np.random.default_rng(0)
-    for i, name in enumerate(dtypes.NAMES):
+    for i, name in enumerate(WRITTEN):
         spec = TensorSpec(f"model.{i}.w", name, (3, 5) if i else ())
         raw = rng.integers(0, 2 if name == "BOOL" else 256, spec.nbytes, np.uint8)
         yield spec, raw.view(dtypes.bits_dtype(name))
