@@ -239,12 +239,12 @@ class Chain:
         at: VersionId | None = vid
         while at is not None and at != stop:
             manifest = self.manifest(at)
-            yield manifest
-            if manifest.base is not None and manifest.base.version >= at.version:
+            if manifest.base is not None and manifest.base.version != at.version - 1:
                 raise FormatError(
                     f"version {at.version} is based on version "
-                    f"{manifest.base.version}, which is not before it"
+                    f"{manifest.base.version}, not on the one before it"
                 )
+            yield manifest
             at = manifest.base
 
     def versions(self) -> Iterator[VersionId]:
