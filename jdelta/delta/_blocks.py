@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,7 +46,9 @@ class Table(NamedTuple):
 
     def at(self, unit: jax.Array) -> Table:
         """One block's scalars."""
-        return Table(*(jnp.asarray(column)[unit] for column in self))
+        place = Table(*(jnp.asarray(column)[unit] for column in self))
+        # Plus 0, which XLA cannot tell: see `choose`.
+        return place._replace(leaf=place.leaf + (unit >> 31))
 
 
 def round_up(size: int) -> int:
@@ -55,10 +57,24 @@ def round_up(size: int) -> int:
 
 
 def choose(which: jax.Array, branches: Sequence[Any], *args: Any) -> Any:
-    """`branches[which](*args)`."""
+    """`branches[which](*args)`, for a `which` that XLA cannot tell beforehand.
+
+    Always a conditional, of one branch too: the reads of leaves are kept inside it.
+    Outside, XLA would make a copy of each whole leaf as integers.
+    """
     if len(branches) == 1:
-        return branches[0](*args)
+        return lax.cond(which == 0, branches[0], zeros_of(branches[0]), *args)
     return lax.switch(which.astype(np.int32), branches, *args)
+
+
+def zeros_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that returns zeros like the results of `function`."""
+
+    def zeros(*args: Any) -> Any:
+        shapes = jax.eval_shape(function, *args)
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    return zeros
 
 
 def gather_batch(leaves: Sequence[Any], dtypes: Sequence[str], size: int) -> jax.Array:

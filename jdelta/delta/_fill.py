@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jdelta.delta._blocks import zeros_of
 from jdelta.delta._layout import RANK_WORDS, Limits
 from jdelta.delta._pages import Pages, page_end
 
@@ -58,6 +59,22 @@ def build_index(words: jax.Array) -> Index:
     ]
     inner = jnp.stack([sum(low[1:], low[0]), sum(high[1:], high[0])], axis=1)
     return Index(words, ranks, inner.reshape(-1))
+
+
+def running_sum(x: jax.Array) -> jax.Array:
+    """The inclusive prefix sums of u32[n], modulo 2^32.
+
+    Eight at a time, level by level: on CPU 8x as fast as `jnp.cumsum`, whose every
+    level strides over the whole array.
+    """
+    if x.size <= 64:
+        return jnp.cumsum(x, dtype=np.uint32)
+    rows = jnp.pad(x, (0, -x.size % 8)).reshape(-1, 8)
+    columns = [rows[:, 0]]
+    for j in range(1, 8):
+        columns.append(columns[-1] + rows[:, j])
+    before = running_sum(columns[-1]) - columns[-1]
+    return (jnp.stack(columns, axis=1) + before[:, None]).reshape(-1)[: x.size]
 
 
 def get(x: jax.Array, i: jax.Array) -> jax.Array:
@@ -148,12 +165,11 @@ def fill(
         step = jnp.minimum(step, page_end(slots, used + done) - (used + done))
         marks = jnp.zeros(turn, np.uint32)
         marks = marks.at[ahead - done].add(1, mode="drop", indices_are_sorted=True)
-        at = jnp.minimum(
-            block + jnp.cumsum(marks, dtype=np.uint32), np.uint32(blocks - 1)
-        )
+        sums = lax.cond(step > 0, running_sum, zeros_of(running_sum), marks)
+        at = jnp.minimum(block + sums, np.uint32(blocks - 1))
         position = positions_of(index, at, done + lane - get(index.ranks, at))
         # A conditional is a barrier: fused, all this would be computed for each page.
-        values = lax.cond(step > 0, emit, _nothing(emit), position, lane < step)
+        values = lax.cond(step > 0, emit, zeros_of(emit), position, lane < step)
         pages = tuple(
             page.write(used + done, value)
             for page, value in zip(pages, values, strict=True)
@@ -164,14 +180,6 @@ def fill(
 
     state = (_U0, _U0, pages)
     return lax.while_loop(lambda state: state[0] < end, turn_once, state)[2]
-
-
-def _nothing(emit: Emit) -> Emit:
-    def zeros(*args: jax.Array) -> Any:
-        shapes = jax.eval_shape(emit, *args)
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
-
-    return zeros
 
 
 def turn_size(slots: int, limits: Limits) -> int:
