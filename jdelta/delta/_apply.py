@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -12,19 +12,20 @@ import numpy as np
 from jax import lax
 
 from jdelta.delta._bits import from_bits, to_bits
-from jdelta.delta._blocks import gather_batch
+from jdelta.delta._blocks import batch_bits, piece_of
 from jdelta.delta._delta import Delta, Group
-from jdelta.delta._layout import DEFAULT, Batch, Large, Limits, group_layouts
+from jdelta.delta._layout import DEFAULT, Limits, group_layouts
 from jdelta.delta._pages import page_end
-from jdelta.delta._spec import LeafSpec, check_same, refuse_sharded, specs_of
+from jdelta.delta._spec import check_same, refuse_sharded, specs_of
 
 
 def apply(params: Any, delta: Delta, *, _limits: Limits = DEFAULT) -> Any:
     """Set the delta's new bits in `params`.
 
     Exact: moves bits, never floats. Jittable and donation-safe: with `params` donated
-    to the enclosing jit, large leaves are updated in place. The old bits are not
-    checked. On CPU, integer leaves are fastest (a float leaf costs a copy).
+    to the enclosing jit, large leaves are updated in place (one over 2^30 elements is
+    copied once). The old bits are not checked. On CPU, integer leaves are fastest (a
+    float leaf costs a copy).
 
     Collective: no. Arrays sharded over an explicit mesh axis are refused.
 
@@ -56,62 +57,40 @@ def apply(params: Any, delta: Delta, *, _limits: Limits = DEFAULT) -> Any:
 def _apply_leaves(leaves: list[Any], delta: Delta, limits: Limits) -> list[Any]:
     # Empty leaves are in no group; copied, so that no result is an argument's buffer.
     out = [jnp.asarray(x) if x.size else jnp.copy(x) for x in leaves]
+    pieces: dict[int, list[jax.Array]] = {}
     layouts = group_layouts(delta.spec, limits)
     for group, layout in zip(delta.groups, layouts, strict=True):
-        starts = [b.start for b in layout.batches] + [x.start for x in layout.large]
-        cuts = _cuts(group, starts)
+        parts = [*layout.batches, *((piece,) for piece in layout.pieces)]
+        cuts = _cuts(group, [part[0].start for part in parts])
         for n, batch in enumerate(layout.batches):
-            new = _apply_batch(out, batch, group, cuts[n], cuts[n + 1], delta.spec)
-            for i, x in zip(batch.leaves, new, strict=True):
-                out[i] = x
-        for n, large in enumerate(layout.large, start=len(layout.batches)):
-            out[large.leaf] = _apply_large(
-                out[large.leaf], large, group, cuts[n], cuts[n + 1]
-            )
+            dtypes = [delta.spec[s.leaf].dtype for s in batch]
+            size = batch[-1].start + batch[-1].size - batch[0].start
+            bits = batch_bits([out[s.leaf] for s in batch], dtypes, size)
+            bits = _write(bits, batch[0].start, group, cuts[n], cuts[n + 1])
+            for segment in batch:
+                at = segment.start - batch[0].start
+                new = bits[at : at + segment.size].reshape(out[segment.leaf].shape)
+                out[segment.leaf] = from_bits(new, out[segment.leaf].dtype)
+        for n, piece in enumerate(layout.pieces, start=len(layout.batches)):
+            bits = piece_of(to_bits(out[piece.leaf]), piece)
+            new = _write(bits, piece.start, group, cuts[n], cuts[n + 1])
+            pieces.setdefault(piece.leaf, []).append(new)
+    for leaf, parts in pieces.items():
+        bits = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
+        out[leaf] = from_bits(bits.reshape(out[leaf].shape), out[leaf].dtype)
     return out
 
 
-def _apply_batch(
-    leaves: Sequence[Any],
-    batch: Batch,
-    group: Group,
-    first: jax.Array,
-    end: jax.Array,
-    specs: tuple[LeafSpec, ...],
-) -> list[Any]:
-    dtypes = [specs[i].dtype for i in batch.leaves]
-    bits = gather_batch([leaves[i] for i in batch.leaves], dtypes, batch.size)
+def _write(
+    bits: jax.Array, start: int, group: Group, first: jax.Array, end: jax.Array
+) -> jax.Array:
+    """Flat `bits`, which begin at `start` in the group, with some slots' new bits."""
 
     def write(bits: jax.Array, positions: jax.Array, valid: Any, new: Any) -> Any:
-        at = jnp.where(valid, positions - np.uint32(batch.start), np.uint32(batch.size))
+        at = jnp.where(valid, positions - np.uint32(start), np.uint32(bits.size))
         return bits.at[at].set(new, mode="drop", unique_indices=True)
 
-    bits = _each_turn(group, first, end, bits, write)
-    out, start = [], 0
-    for i in batch.leaves:
-        spec = specs[i]
-        part = bits[start : start + spec.size].reshape(spec.shape)
-        out.append(from_bits(part, spec.dtype))
-        start += spec.size
-    return out
-
-
-def _apply_large(
-    x: Any, large: Large, group: Group, first: jax.Array, end: jax.Array
-) -> Any:
-    columns = np.uint32(large.columns)
-
-    def write(bits: jax.Array, positions: jax.Array, valid: Any, new: Any) -> Any:
-        at = positions - np.uint32(large.start)
-        if large.rows == 1:
-            at = jnp.where(valid, at, columns)
-            return bits.at[at].set(new, mode="drop", unique_indices=True)
-        row = jnp.where(valid, at // columns, np.uint32(large.rows))
-        return bits.at[row, at % columns].set(new, mode="drop", unique_indices=True)
-
-    shape = (large.columns,) if large.rows == 1 else (large.rows, large.columns)
-    bits = _each_turn(group, first, end, to_bits(x).reshape(shape), write)
-    return from_bits(bits.reshape(x.shape), x.dtype)
+    return _each_turn(group, first, end, bits, write)
 
 
 def _each_turn(

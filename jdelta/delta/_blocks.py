@@ -11,44 +11,42 @@ import numpy as np
 from jax import lax
 
 from jdelta.delta._bits import narrow_bits, to_bits
-from jdelta.delta._layout import RANK_ELEMENTS, Large
+from jdelta.delta._layout import RANK_ELEMENTS, Segment
+
+_FAN = 32  # branches of one conditional: compiling takes time in their square
 
 
 class Table(NamedTuple):
     """Where each block lies; a row for each block, or one block's scalars.
 
     Attributes:
-        leaf: number of the large leaf.
-        row: row in it.
-        column: first column of the block; the last block of a row starts early so
-            that it ends with the row.
+        piece: number of the piece.
+        at: first element of the block in it; the last block of a piece starts early
+            so that it ends with the piece.
         skip: elements at the block's start that the block before it covers.
         start: flat position of the block's first element in its group.
     """
 
-    leaf: Any
-    row: Any
-    column: Any
+    piece: Any
+    at: Any
     skip: Any
     start: Any
 
     @classmethod
-    def of(cls, large: Sequence[Large], block: int) -> Table:
-        """The blocks of all large leaves, in flat order."""
+    def of(cls, pieces: Sequence[Segment], block: int) -> Table:
+        """The blocks of all pieces, in flat order."""
         rows = []
-        for number, leaf in enumerate(large):
-            for row in range(leaf.rows):
-                for wanted in range(0, leaf.columns, block):
-                    column = max(0, min(wanted, leaf.columns - block))
-                    start = leaf.start + row * leaf.columns + column
-                    rows.append((number, row, column, wanted - column, start))
+        for number, piece in enumerate(pieces):
+            for wanted in range(0, piece.size, block):
+                at = max(0, min(wanted, piece.size - block))
+                rows.append((number, at, wanted - at, piece.start + at))
         return cls(*np.array(rows, np.uint32).T)
 
-    def at(self, unit: jax.Array) -> Table:
+    def row(self, unit: jax.Array) -> Table:
         """One block's scalars."""
         place = Table(*(jnp.asarray(column)[unit] for column in self))
         # Plus 0, which XLA cannot tell: see `choose`.
-        return place._replace(leaf=place.leaf + (unit >> 31))
+        return place._replace(piece=place.piece + (unit >> 31))
 
 
 def round_up(size: int) -> int:
@@ -64,7 +62,11 @@ def choose(which: jax.Array, branches: Sequence[Any], *args: Any) -> Any:
     """
     if len(branches) == 1:
         return lax.cond(which == 0, branches[0], zeros_of(branches[0]), *args)
-    return lax.switch(which.astype(np.int32), branches, *args)
+    if len(branches) <= _FAN:
+        return lax.switch(which.astype(np.int32), branches, *args)
+    fans = [branches[i : i + _FAN] for i in range(0, len(branches), _FAN)]
+    nested = [lambda w, *a, fan=fan: choose(w, fan, *a) for fan in fans]
+    return choose(which // _FAN, nested, which % _FAN, *args)
 
 
 def zeros_of(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +79,7 @@ def zeros_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return zeros
 
 
-def gather_batch(leaves: Sequence[Any], dtypes: Sequence[str], size: int) -> jax.Array:
+def batch_bits(leaves: Sequence[Any], dtypes: Sequence[str], size: int) -> jax.Array:
     """The published bits of several leaves end to end, with zeros up to `size`."""
     parts = [
         narrow_bits(to_bits(x).reshape(-1), x.dtype, dtype)
@@ -88,30 +90,26 @@ def gather_batch(leaves: Sequence[Any], dtypes: Sequence[str], size: int) -> jax
 
 
 def block_bits(
-    x: Any, dtype: str, large: Large, row: jax.Array, column: jax.Array, block: int
+    x: Any, dtype: str, piece: Segment, at: jax.Array, block: int
 ) -> jax.Array:
-    """The published bits of one block of a leaf, or of a whole, shorter row."""
-    size = (1, min(block, large.columns))
-    view = to_bits(x).reshape(large.rows, large.columns)
-    bits = lax.dynamic_slice(view, (row, column), size).reshape(-1)
-    return narrow_bits(bits, x.dtype, dtype)
+    """The published bits of one block of a piece, with zeros up to `block`."""
+    view = piece_of(to_bits(x), piece)
+    bits = lax.dynamic_slice(view, (at,), (min(block, piece.size),))
+    return jnp.pad(narrow_bits(bits, x.dtype, dtype), (0, block - bits.size))
 
 
-def pick_bits(
-    x: Any, dtype: str, large: Large, row: jax.Array, column: jax.Array
-) -> jax.Array:
-    """The published bits of a leaf's elements at one row and several columns."""
-    view = to_bits(x).reshape(large.rows, large.columns)
-    column = jnp.minimum(column, np.uint32(large.columns - 1))
-    bits = view.at[row, column].get(mode="promise_in_bounds")
-    return narrow_bits(bits, x.dtype, dtype)
+def piece_of(bits: jax.Array, piece: Segment) -> jax.Array:
+    """The flat elements of a leaf that are `piece`; all of them are no copy."""
+    flat = bits.reshape(-1)
+    if piece.size == flat.size:
+        return flat
+    return lax.slice(flat, (piece.offset,), (piece.offset + piece.size,))
 
 
-def drop_first(words: jax.Array, skip: jax.Array, size: int) -> jax.Array:
-    """`words` without the first `skip` bits, with zeros up to `size` words."""
+def drop_first(words: jax.Array, skip: jax.Array) -> jax.Array:
+    """`words` without the first `skip` bits."""
     first = jnp.arange(words.size, dtype=np.uint32) * np.uint32(32)
     hidden = jnp.minimum(jnp.maximum(skip, first) - first, np.uint32(32))
     # Two shifts: a shift by all 32 bits is not defined.
     half = hidden >> 1
-    keep = (np.uint32(0xFFFFFFFF) << half) << (hidden - half)
-    return jnp.pad(words & keep, (0, size - words.size))
+    return words & ((np.uint32(0xFFFFFFFF) << half) << (hidden - half))

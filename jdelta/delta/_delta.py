@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
+from jdelta.delta._layout import Segment
 from jdelta.delta._pages import Pages, page_sizes
 from jdelta.delta._spec import LeafSpec
 from jdelta.errors import DeltaOverflowError
@@ -20,7 +22,7 @@ Changed = tuple[np.ndarray, np.ndarray, np.ndarray]
 @partial(
     jax.tree_util.register_dataclass,
     data_fields=["count", "positions", "old", "new"],
-    meta_fields=["leaves", "starts", "size"],
+    meta_fields=["segments", "size"],
 )
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Group:
@@ -31,8 +33,7 @@ class Group:
         positions: u32 slots: positions in the group's flat space, rising.
         old: unsigned slots of the width: bits before.
         new: unsigned slots: bits after.
-        leaves: indices of the leaves, in flat order.
-        starts: first flat position of each of them.
+        segments: the leaves, or parts of large ones, in flat order.
         size: elements of the group.
     """
 
@@ -40,8 +41,7 @@ class Group:
     positions: Pages
     old: Pages
     new: Pages
-    leaves: tuple[int, ...]
-    starts: tuple[int, ...]
+    segments: tuple[Segment, ...]
     size: int
 
     @property
@@ -59,7 +59,7 @@ class Delta:
     donation like any tree of arrays. Made by `diff`, `merge` and `extract`.
 
     Attributes:
-        groups: one group for each element width in use.
+        groups: one group for each element width in use; more for huge trees.
         spec: name, shape and published dtype of every leaf, in tree order.
     """
 
@@ -103,8 +103,8 @@ class Delta:
 
         Returns:
             For each leaf with a change, by name: positions in the leaf's flat (C order)
-            elements, rising, uint32; the bits before and after, unsigned of the
-            element's width.
+            elements, rising, uint32 (uint64 where they do not fit); the bits before
+            and after, unsigned of the element's width.
 
         Raises:
             DeltaOverflowError: more elements changed than fit.
@@ -115,15 +115,16 @@ class Delta:
             array([2], dtype=uint32)
         """
         self.check()
-        found: dict[int, Changed] = {}
+        found: dict[int, list[Changed]] = {}
         for group in self.groups:
             count = int(np.asarray(group.count))
             if count:
-                found.update(_split(group, count))
-        return {self.spec[i].name: found[i] for i in sorted(found)}
+                for leaf, changed in _split(group, count):
+                    found.setdefault(leaf, []).append(changed)
+        return {self.spec[i].name: _joined(found[i]) for i in sorted(found)}
 
     def _overflow(self, group: Group, count: int) -> DeltaOverflowError:
-        width = self.spec[group.leaves[0]].width
+        width = self.spec[group.segments[0].leaf].width
         return DeltaOverflowError(
             f"{count} of {group.size} elements of {width} bytes changed (density "
             f"{count / group.size:.2%}), but the delta has {group.slots} slots "
@@ -133,21 +134,28 @@ class Delta:
         )
 
 
-def _split(group: Group, count: int) -> dict[int, Changed]:
+def _split(group: Group, count: int) -> Iterator[tuple[int, Changed]]:
     positions, old, new = (
         _prefix(pages, count) for pages in (group.positions, group.old, group.new)
     )
-    starts = np.array([*group.starts, group.size], np.uint64)
-    cuts = np.searchsorted(positions, starts)
-    found = {}
-    for leaf, start, a, b in zip(
-        group.leaves, group.starts, cuts[:-1], cuts[1:], strict=True
-    ):
+    starts = [segment.start for segment in group.segments]
+    cuts = np.searchsorted(positions, np.array([*starts, group.size], np.uint64))
+    for segment, a, b in zip(group.segments, cuts[:-1], cuts[1:], strict=True):
         if a < b:
             local = positions[a:b]
-            local -= np.uint32(start)  # in place: `positions` is ours
-            found[leaf] = local, old[a:b], new[a:b]
-    return found
+            local -= np.uint32(segment.start)  # in place: `positions` is ours
+            if segment.offset + segment.size > 2**32:
+                local = local + np.uint64(segment.offset)
+            else:
+                local += np.uint32(segment.offset)
+            yield segment.leaf, (local, old[a:b], new[a:b])
+
+
+def _joined(parts: list[Changed]) -> Changed:
+    if len(parts) == 1:
+        return parts[0]
+    positions, old, new = map(np.concatenate, zip(*parts, strict=True))
+    return positions, old, new
 
 
 def _prefix(pages: Pages, count: int) -> np.ndarray:

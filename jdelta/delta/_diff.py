@@ -14,26 +14,18 @@ from jax import lax
 from jdelta.delta._bits import uint
 from jdelta.delta._blocks import (
     Table,
+    batch_bits,
     block_bits,
     choose,
     drop_first,
-    gather_batch,
-    pick_bits,
     round_up,
 )
 from jdelta.delta._delta import Delta, Group
 from jdelta.delta._fill import build_index, fill, get, turn_size
-from jdelta.delta._layout import (
-    DEFAULT,
-    Batch,
-    GroupLayout,
-    Large,
-    Limits,
-    group_layouts,
-)
+from jdelta.delta._layout import DEFAULT, GroupLayout, Limits, Segment, group_layouts
 from jdelta.delta._pages import Pages
 from jdelta.delta._spec import LeafSpec, check_same, refuse_sharded, specs_of
-from jdelta.delta._words import array_words, pack
+from jdelta.delta._words import pack
 
 
 def diff(
@@ -60,8 +52,7 @@ def diff(
         slots hold the first changes, and `overflowed` is true.
 
     Raises:
-        TreeError: the trees differ, a leaf is no array or has an unsupported dtype, or
-            more than 2^32 - 1 elements of one width.
+        TreeError: the trees differ, or a leaf is no array or has an unsupported dtype.
         ValueError: a capacity out of range.
 
     Example:
@@ -131,126 +122,62 @@ def _diff_group(
     limits: Limits,
 ) -> Group:
     count, pages = np.uint32(0), empty_pages(slots, layout.width, limits)
+
+    def sweep(table: Table, reads: list[Any]) -> None:
+        """Goes over blocks; what is found in one is still in the cache."""
+
+        def body(state: Any) -> Any:
+            unit, count, pages = state
+            place = table.row(unit)
+            old, new = choose(place.piece, reads, place.at)
+            index = build_index(drop_first(pack(old, new), place.skip))
+
+            def emit(position: jax.Array, _: jax.Array) -> Any:
+                return place.start + position, get(old, position), get(new, position)
+
+            pages = fill(pages, index, slots, count, emit, limits)
+            return unit + np.uint32(1), count + index.total, pages
+
+        nonlocal count, pages
+        units = np.uint32(len(table.piece))
+        state = (np.uint32(0), count, pages)
+        _, count, pages = lax.while_loop(lambda s: s[0] < units, body, state)
+
+    def read_batch(batch: tuple[Segment, ...], block: int) -> Any:
+        return lambda at: tuple(
+            batch_bits(
+                [leaves[segment.leaf] for segment in batch],
+                [specs[segment.leaf].dtype for segment in batch],
+                block,
+            )
+            for leaves in (olds, news)
+        )
+
+    def read_block(piece: Segment, block: int) -> Any:
+        return lambda at: tuple(
+            block_bits(leaves[piece.leaf], specs[piece.leaf].dtype, piece, at, block)
+            for leaves in (olds, news)
+        )
+
     if layout.batches:
-        count, pages = _sweep_small(
-            layout, specs, olds, news, slots, count, pages, limits
-        )
-    if layout.large:
-        count, pages = _sweep_large(
-            layout, specs, olds, news, slots, count, pages, limits
-        )
+        whole = [
+            Segment(0, 0, batch[0].start, sum(segment.size for segment in batch))
+            for batch in layout.batches
+        ]
+        block = round_up(max(segment.size for segment in whole))
+        reads = [read_batch(batch, block) for batch in layout.batches]
+        sweep(Table.of(whole, block), reads)
+    for first in range(0, len(layout.pieces), limits.sweep):
+        pieces = layout.pieces[first : first + limits.sweep]
+        block = min(limits.block, round_up(max(piece.size for piece in pieces)))
+        reads = [read_block(piece, block) for piece in pieces]
+        sweep(Table.of(pieces, block), reads)
     positions, old, new = pages
     return Group(
         count=jnp.asarray(count),
         positions=positions,
         old=old,
         new=new,
-        leaves=layout.leaves,
-        starts=layout.starts,
+        segments=layout.segments,
         size=layout.size,
     )
-
-
-def _sweep_small(
-    layout: GroupLayout,
-    specs: tuple[LeafSpec, ...],
-    olds: Sequence[Any],
-    news: Sequence[Any],
-    slots: int,
-    count: Any,
-    pages: Any,
-    limits: Limits,
-) -> tuple[Any, Any]:
-    """The small leaves: each batch is copied together, then worked on."""
-    block = round_up(max(batch.size for batch in layout.batches))
-    starts = jnp.array([batch.start for batch in layout.batches], np.uint32)
-
-    def copy(batch: Batch) -> Any:
-        return lambda: tuple(
-            gather_batch(
-                [leaves[i] for i in batch.leaves],
-                [specs[i].dtype for i in batch.leaves],
-                block,
-            )
-            for leaves in (olds, news)
-        )
-
-    copies = [copy(batch) for batch in layout.batches]
-
-    def work(unit: jax.Array, count: jax.Array, pages: Any) -> Any:
-        old, new = choose(unit, copies)
-        index = build_index(pack(old, new))
-        start = get(starts, unit)
-
-        def emit(position: jax.Array, _: jax.Array) -> Any:
-            return start + position, get(old, position), get(new, position)
-
-        pages = fill(pages, index, slots, count, emit, limits)
-        return count + index.total, pages
-
-    return _each(len(copies), work, count, pages)
-
-
-def _sweep_large(
-    layout: GroupLayout,
-    specs: tuple[LeafSpec, ...],
-    olds: Sequence[Any],
-    news: Sequence[Any],
-    slots: int,
-    count: Any,
-    pages: Any,
-    limits: Limits,
-) -> tuple[Any, Any]:
-    """The large leaves, a block at a time: what is found is still in the cache."""
-    largest = max(large.columns for large in layout.large)
-    block = min(limits.block, round_up(largest))
-    table = Table.of(layout.large, block)
-
-    # The views are taken inside the branches: outside, XLA would make a copy of each
-    # array as integers.
-    def words(large: Large) -> Any:
-        dtype = specs[large.leaf].dtype
-
-        def read(row: jax.Array, column: jax.Array, skip: jax.Array) -> jax.Array:
-            old, new = (
-                block_bits(leaves[large.leaf], dtype, large, row, column, block)
-                for leaves in (olds, news)
-            )
-            return drop_first(array_words(old, new), skip, block // 32)
-
-        return read
-
-    def picks(large: Large) -> Any:
-        dtype = specs[large.leaf].dtype
-        return lambda row, column: tuple(
-            pick_bits(leaves[large.leaf], dtype, large, row, column)
-            for leaves in (olds, news)
-        )
-
-    readers = [words(large) for large in layout.large]
-    pickers = [picks(large) for large in layout.large]
-
-    def work(unit: jax.Array, count: jax.Array, pages: Any) -> Any:
-        place = table.at(unit)
-        index = build_index(
-            choose(place.leaf, readers, place.row, place.column, place.skip)
-        )
-
-        def emit(position: jax.Array, _: jax.Array) -> Any:
-            old, new = choose(place.leaf, pickers, place.row, place.column + position)
-            return place.start + position, old, new
-
-        pages = fill(pages, index, slots, count, emit, limits)
-        return count + index.total, pages
-
-    return _each(len(table.leaf), work, count, pages)
-
-
-def _each(units: int, work: Any, count: Any, pages: Any) -> tuple[Any, Any]:
-    def body(state: Any) -> Any:
-        unit, count, pages = state
-        return unit + np.uint32(1), *work(unit, count, pages)
-
-    state = (np.uint32(0), count, pages)
-    _, count, pages = lax.while_loop(lambda s: s[0] < np.uint32(units), body, state)
-    return count, pages

@@ -1,8 +1,9 @@
 """Where each leaf lies in its group's flat space, and how the work is cut up.
 
-Leaves of one element width form a group with one flat space of u32 positions. Small
-leaves come first, so that they can be worked on many at once, copied together; each
-large leaf is read in place, a block at a time.
+Leaves of one element width form a group with one flat space of u32 positions, or
+several groups where one would be too large. Small leaves come first, so that they can
+be worked on many at once, copied together; large leaves are read in place, a block at
+a time, in pieces that XLA's 32-bit indices can address.
 """
 
 from __future__ import annotations
@@ -11,11 +12,9 @@ from typing import NamedTuple
 
 from jdelta.delta._bits import WIDTHS
 from jdelta.delta._spec import LeafSpec
-from jdelta.errors import TreeError
 
 RANK_WORDS = 8  # words a rank block: few enough to look through one by one
 RANK_ELEMENTS = 32 * RANK_WORDS
-MAX_GROUP = 2**32 - 1  # elements: positions are u32, and one value is kept free
 
 
 class Limits(NamedTuple):
@@ -23,131 +22,108 @@ class Limits(NamedTuple):
 
     Attributes:
         small: leaves below this size are copied together before the work.
-        block: most elements worked on at once, a multiple of 256, not below `small`.
-        columns: leaves above this size are addressed by (row, column), because XLA's
+        block: most elements worked on at once, a multiple of 256, not below `small`:
+            few enough to stay in a CPU's cache.
+        piece: leaves above this size are worked on in pieces of it, because XLA's
             indices are 32-bit; not below `block`.
+        group: most elements of a group; not below `piece`.
+        sweep: most pieces one loop goes over: compiling takes time in its square.
         slots: most slots filled by one turn of the fill loop, a power of two.
         slot_floor: slots a group has whatever its capacity.
     """
 
     small: int = 2**18
-    block: int = 2**22
-    columns: int = 2**30
-    slots: int = 2**14
+    block: int = 2**20
+    piece: int = 2**30
+    group: int = 2**31
+    sweep: int = 128
+    slots: int = 2**12
     slot_floor: int = 1024
 
 
 DEFAULT = Limits()
 
 
-class Batch(NamedTuple):
-    """Consecutive small leaves of a group's flat space, copied together.
-
-    Attributes:
-        leaves: indices into the tree's leaves.
-        start: first position in the group's flat space.
-        size: elements.
-    """
-
-    leaves: tuple[int, ...]
-    start: int
-    size: int
-
-
-class Large(NamedTuple):
-    """A leaf that is read in place.
+class Segment(NamedTuple):
+    """A leaf, or a part of one, in a group's flat space.
 
     Attributes:
         leaf: index into the tree's leaves.
-        start: first position in the group's flat space.
-        rows: the leaf is addressed as (rows, columns).
-        columns: see rows.
+        offset: the leaf's flat element at which the part begins.
+        start: its first position in the group's flat space.
+        size: elements.
     """
 
     leaf: int
+    offset: int
     start: int
-    rows: int
-    columns: int
+    size: int
 
 
 class GroupLayout(NamedTuple):
-    """The flat space of all leaves of one width.
+    """A flat space of leaves of one width.
 
     Attributes:
         width: bytes an element.
-        leaves: indices into the tree's leaves, in flat order, empty leaves left out.
-        starts: first flat position of each of `leaves`.
         size: elements.
-        batches: the small leaves.
-        large: the others.
+        batches: small leaves, each batch copied together, from position 0 on.
+        pieces: the others, behind them.
     """
 
     width: int
-    leaves: tuple[int, ...]
-    starts: tuple[int, ...]
     size: int
-    batches: tuple[Batch, ...]
-    large: tuple[Large, ...]
+    batches: tuple[tuple[Segment, ...], ...]
+    pieces: tuple[Segment, ...]
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """All of the group, in flat order."""
+        return (*(segment for batch in self.batches for segment in batch), *self.pieces)
 
 
 def group_layouts(
     specs: tuple[LeafSpec, ...], limits: Limits = DEFAULT
 ) -> tuple[GroupLayout, ...]:
-    """The groups of a tree, by rising width; widths without elements are left out.
+    """The groups of a tree, by rising width; widths without elements are left out."""
+    layouts: list[GroupLayout] = []
+    for width in WIDTHS:
+        mine = [i for i, s in enumerate(specs) if s.width == width and s.size]
+        small = [i for i in mine if specs[i].size < limits.small]
+        large = [i for i in mine if specs[i].size >= limits.small]
+        cuts = [(i, 0, specs[i].size) for i in small]
+        for i in large:
+            for offset in range(0, specs[i].size, limits.piece):
+                cuts.append((i, offset, min(limits.piece, specs[i].size - offset)))
+        group: list[Segment] = []
+        for leaf, offset, size in cuts:
+            start = group[-1].start + group[-1].size if group else 0
+            if start + size > limits.group:
+                layouts.append(_layout(width, group, limits, specs))
+                group, start = [], 0
+            group.append(Segment(leaf, offset, start, size))
+        if group:
+            layouts.append(_layout(width, group, limits, specs))
+    return tuple(layouts)
 
-    Raises:
-        TreeError: a group or a leaf is too large to address.
-    """
-    layouts = (_group_layout(specs, width, limits) for width in WIDTHS)
-    return tuple(layout for layout in layouts if layout.size)
 
-
-def _group_layout(
-    specs: tuple[LeafSpec, ...], width: int, limits: Limits
+def _layout(
+    width: int, group: list[Segment], limits: Limits, specs: tuple[LeafSpec, ...]
 ) -> GroupLayout:
-    mine = [i for i, s in enumerate(specs) if s.width == width and s.size]
-    small = [i for i in mine if specs[i].size < limits.small]
-    big = [i for i in mine if specs[i].size >= limits.small]
-    starts, size = [], 0
-    for i in (*small, *big):
-        starts.append(size)
-        size += specs[i].size
-    if size > MAX_GROUP:
-        largest = max((specs[i] for i in mine), key=lambda s: s.size)
-        raise TreeError(
-            f"the leaves of {width} bytes an element have {size} elements together "
-            f"(the largest, {largest.name!r}, {largest.size}); at most {MAX_GROUP} fit "
-            "one delta: shard them or split the tree"
-        )
-    large = tuple(
-        Large(i, start, *_address(specs[i], limits.columns))
-        for i, start in zip(big, starts[len(small) :], strict=True)
-    )
-    batches = _batches(specs, small, limits.block)
-    return GroupLayout(width, (*small, *big), tuple(starts), size, batches, large)
-
-
-def _batches(
-    specs: tuple[LeafSpec, ...], small: list[int], most: int
-) -> tuple[Batch, ...]:
-    batches: list[Batch] = []
-    for i in small:
-        if batches and batches[-1].size + specs[i].size <= most:
-            last = batches.pop()
-            leaves, start, size = (*last.leaves, i), last.start, last.size
-        else:
-            end = batches[-1].start + batches[-1].size if batches else 0
-            leaves, start, size = (i,), end, 0
-        batches.append(Batch(leaves, start, size + specs[i].size))
-    return tuple(batches)
-
-
-def _address(spec: LeafSpec, most: int) -> tuple[int, int]:
-    """The (rows, columns) with fewest rows that `most` columns allow."""
-    for rows in range(max(1, -(-spec.size // most)), 2**16):
-        if spec.size % rows == 0:
-            return rows, spec.size // rows
-    raise TreeError(
-        f"leaf {spec.name!r} has {spec.size} elements, more than {most}, and no factor "
-        "to cut it by; reshape or split it"
+    batches: list[list[Segment]] = []
+    pieces = []
+    room = 0
+    for segment in group:
+        if specs[segment.leaf].size >= limits.small:
+            pieces.append(segment)
+            continue
+        if segment.size > room:
+            batches.append([])
+            room = limits.block
+        batches[-1].append(segment)
+        room -= segment.size
+    return GroupLayout(
+        width,
+        group[-1].start + group[-1].size,
+        tuple(map(tuple, batches)),
+        tuple(pieces),
     )

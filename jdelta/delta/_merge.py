@@ -55,7 +55,7 @@ def merge(
     if capacity is not None:
         check_capacity(capacity)
     for a, b in zip(first.groups, second.groups, strict=True):
-        if (a.leaves, a.starts) != (b.leaves, b.starts):
+        if a.segments != b.segments:
             raise TreeError("merge(first, second): the deltas order their leaves apart")
     return _merge_groups(first, second, capacity, _limits)
 
@@ -97,8 +97,7 @@ def _merge_group(first: Group, second: Group, slots: int, limits: Limits) -> Gro
         positions=positions,
         old=old,
         new=new,
-        leaves=first.leaves,
-        starts=first.starts,
+        segments=first.segments,
         size=first.size,
     )
 

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from jdelta.delta import apply, diff, merge
 from jdelta.delta._layout import Limits
 
-TINY = Limits(small=64, block=256, columns=300, slots=64, slot_floor=1)
+TINY = Limits(
+    small=64, block=256, piece=300, group=1000, sweep=3, slots=64, slot_floor=1
+)
 
 
 def bits(x) -> np.ndarray:

@@ -14,8 +14,10 @@ from jdelta.delta import Delta, apply, change_words, diff, merge
 from jdelta.delta._layout import Limits
 from jdelta.errors import DeltaOverflowError
 
-# Forces many batches, many blocks, ragged blocks and leaves addressed by rows.
-TINY = Limits(small=64, block=256, columns=300, slots=64, slot_floor=1)
+# Forces many groups, batches and loops, pieces of leaves and ragged blocks.
+TINY = Limits(
+    small=64, block=256, piece=300, group=1000, sweep=3, slots=64, slot_floor=1
+)
 LIMITS = [Limits(), TINY]
 DTYPES = [
     "bool",
@@ -161,7 +163,7 @@ def test_64_bit_elements():
 @pytest.mark.parametrize("limits", LIMITS, ids=["default", "tiny"])
 @pytest.mark.parametrize("capacity", [1e-9, 0.01, 0.05, 0.2, 1.0])
 def test_overflow_counts_exactly_and_keeps_a_right_prefix(limits, capacity):
-    limits = limits._replace(slot_floor=1)
+    limits = limits._replace(slot_floor=1, group=2**31)
     rng = np.random.default_rng(5)
     a = {"w": random_array(rng, (5000,), "uint16")}
     b = {"w": changed(rng, a["w"], 0.1)}

@@ -34,8 +34,10 @@ def test_more_than_two_to_the_31_elements():
 
 
 def test_the_same_path_in_small():
-    """Addressed by rows, in ragged blocks."""
-    limits = Limits(small=10, block=256, columns=300, slots=16, slot_floor=1)
+    """In pieces over several groups, in ragged blocks."""
+    limits = Limits(
+        small=10, block=256, piece=300, group=1000, sweep=3, slots=16, slot_floor=1
+    )
     rng = np.random.default_rng(0)
     old = rng.integers(0, 256, (30, 41)).astype(np.uint8)
     new = np.where(rng.random(old.shape) < 0.2, old ^ 3, old)

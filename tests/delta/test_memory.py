@@ -29,7 +29,7 @@ def memory(function, *args, **kwargs):
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32, jnp.int8])
 @pytest.mark.parametrize("leaves", [1, 2, 8])
 def test_diff_needs_little_more_than_its_buffers(leaves, dtype):
-    tree = abstract(leaves, (2**24 // leaves // 2048, 2048), dtype)
+    tree = abstract(leaves, (2**27 // leaves // 2048, 2048), dtype)
     report = memory(diff, tree, tree)
     # The bar is 2 bytes a parameter beside the words and the buffers.
     assert report.temp_size_in_bytes < size(tree) // 8
