@@ -159,13 +159,15 @@ def _diff_group(
             for leaves in (olds, news)
         )
 
-    if layout.batches:
+    stride = max(1, limits.sweep // limits.batch)
+    for first in range(0, len(layout.batches), stride):
+        batches = layout.batches[first : first + stride]
         whole = [
             Segment(0, 0, batch[0].start, sum(segment.size for segment in batch))
-            for batch in layout.batches
+            for batch in batches
         ]
         block = round_up(max(segment.size for segment in whole))
-        reads = [read_batch(batch, block) for batch in layout.batches]
+        reads = [read_batch(batch, block) for batch in batches]
         sweep(Table.of(whole, block), reads)
     for first in range(0, len(layout.pieces), limits.sweep):
         pieces = layout.pieces[first : first + limits.sweep]

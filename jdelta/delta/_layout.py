@@ -22,21 +22,23 @@ class Limits(NamedTuple):
 
     Attributes:
         small: leaves below this size are copied together before the work.
+        batch: most leaves copied together: compiling takes time in its square.
         block: most elements worked on at once, a multiple of 256, not below `small`:
             few enough to stay in a CPU's cache.
         piece: leaves above this size are worked on in pieces of it, because XLA's
             indices are 32-bit; not below `block`.
         group: most elements of a group; not below `piece`.
-        sweep: most pieces one loop goes over: compiling takes time in its square.
+        sweep: most leaves one loop goes over, for the same reason.
         slots: most slots filled by one turn of the fill loop, a power of two.
         slot_floor: slots a group has whatever its capacity.
     """
 
     small: int = 2**18
+    batch: int = 32
     block: int = 2**20
     piece: int = 2**30
     group: int = 2**31
-    sweep: int = 128
+    sweep: int = 256
     slots: int = 2**12
     slot_floor: int = 1024
 
@@ -116,7 +118,7 @@ def _layout(
         if specs[segment.leaf].size >= limits.small:
             pieces.append(segment)
             continue
-        if segment.size > room:
+        if segment.size > room or len(batches[-1]) == limits.batch:
             batches.append([])
             room = limits.block
         batches[-1].append(segment)

@@ -15,7 +15,7 @@ from jdelta.delta import apply, diff, merge
 from jdelta.delta._layout import Limits
 
 TINY = Limits(
-    small=64, block=256, piece=300, group=1000, sweep=3, slots=64, slot_floor=1
+    small=64, block=256, batch=3, piece=300, group=1000, sweep=6, slots=64, slot_floor=1
 )
 
 

@@ -16,7 +16,7 @@ from jdelta.errors import DeltaOverflowError
 
 # Forces many groups, batches and loops, pieces of leaves and ragged blocks.
 TINY = Limits(
-    small=64, block=256, piece=300, group=1000, sweep=3, slots=64, slot_floor=1
+    small=64, block=256, batch=3, piece=300, group=1000, sweep=6, slots=64, slot_floor=1
 )
 LIMITS = [Limits(), TINY]
 DTYPES = [

@@ -36,7 +36,14 @@ def test_more_than_two_to_the_31_elements():
 def test_the_same_path_in_small():
     """In pieces over several groups, in ragged blocks."""
     limits = Limits(
-        small=10, block=256, piece=300, group=1000, sweep=3, slots=16, slot_floor=1
+        small=10,
+        block=256,
+        batch=3,
+        piece=300,
+        group=1000,
+        sweep=6,
+        slots=16,
+        slot_floor=1,
     )
     rng = np.random.default_rng(0)
     old = rng.integers(0, 256, (30, 41)).astype(np.uint8)

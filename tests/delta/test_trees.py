@@ -15,7 +15,7 @@ from jdelta.errors import TreeError
 nnx = pytest.importorskip("flax.nnx")
 
 TINY = Limits(
-    small=64, block=256, piece=300, group=1000, sweep=3, slots=64, slot_floor=1
+    small=64, block=256, batch=3, piece=300, group=1000, sweep=6, slots=64, slot_floor=1
 )
 
 
