@@ -17,6 +17,7 @@ from jdelta.delta._delta import Delta, Group
 from jdelta.delta._layout import DEFAULT, Limits, group_layouts
 from jdelta.delta._pages import page_end
 from jdelta.delta._spec import check_same, refuse_sharded, specs_of
+from jdelta.delta._vary import vary, zero_of
 
 
 def apply(params: Any, delta: Delta, *, _limits: Limits = DEFAULT) -> Any:
@@ -59,21 +60,22 @@ def _apply_leaves(leaves: list[Any], delta: Delta, limits: Limits) -> list[Any]:
     out = [jnp.asarray(x) if x.size else jnp.copy(x) for x in leaves]
     pieces: dict[int, list[jax.Array]] = {}
     layouts = group_layouts(delta.spec, limits)
+    zero = zero_of(leaves, [group.count for group in delta.groups])
     for group, layout in zip(delta.groups, layouts, strict=True):
         parts = [*layout.batches, *((piece,) for piece in layout.pieces)]
-        cuts = _cuts(group, [part[0].start for part in parts])
+        cuts = _cuts(group, [part[0].start for part in parts], zero)
         for n, batch in enumerate(layout.batches):
             dtypes = [delta.spec[s.leaf].dtype for s in batch]
             size = batch[-1].start + batch[-1].size - batch[0].start
             bits = batch_bits([out[s.leaf] for s in batch], dtypes, size)
-            bits = _write(bits, batch[0].start, group, cuts[n], cuts[n + 1])
+            bits = _write(vary(bits, zero), batch[0].start, group, cuts[n], cuts[n + 1])
             for segment in batch:
                 at = segment.start - batch[0].start
                 new = bits[at : at + segment.size].reshape(out[segment.leaf].shape)
                 out[segment.leaf] = from_bits(new, out[segment.leaf].dtype)
         for n, piece in enumerate(layout.pieces, start=len(layout.batches)):
             bits = piece_of(to_bits(out[piece.leaf]), piece)
-            new = _write(bits, piece.start, group, cuts[n], cuts[n + 1])
+            new = _write(vary(bits, zero), piece.start, group, cuts[n], cuts[n + 1])
             pieces.setdefault(piece.leaf, []).append(new)
     for leaf, parts in pieces.items():
         bits = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
@@ -123,11 +125,12 @@ def used_slots(group: Group) -> jax.Array:
     return jnp.minimum(group.count, np.uint32(group.slots))
 
 
-def _cuts(group: Group, starts: list[int]) -> jax.Array:
+def _cuts(group: Group, starts: list[int], zero: Any) -> jax.Array:
     """First slot at or behind each flat position of `starts`, then the used slots."""
-    used = used_slots(group)
-    wanted = jnp.array(starts, np.uint32)
-    low, high = jnp.zeros_like(wanted), jnp.broadcast_to(used, wanted.shape)
+    used = vary(used_slots(group), zero)
+    wanted = vary(jnp.array(starts, np.uint32), zero)
+    low = vary(jnp.zeros_like(wanted), zero)
+    high = jnp.broadcast_to(used, wanted.shape)
 
     def halve(_: Any, bounds: Any) -> Any:
         low, high = bounds

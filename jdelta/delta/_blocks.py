@@ -12,6 +12,7 @@ from jax import lax
 
 from jdelta.delta._bits import narrow_bits, to_bits
 from jdelta.delta._layout import RANK_ELEMENTS, Segment
+from jdelta.delta._vary import vary
 
 _FAN = 32  # branches of one conditional: compiling takes time in their square
 
@@ -54,29 +55,33 @@ def round_up(size: int) -> int:
     return -(-size // RANK_ELEMENTS) * RANK_ELEMENTS
 
 
-def choose(which: jax.Array, branches: Sequence[Any], *args: Any) -> Any:
+def choose(which: jax.Array, branches: Sequence[Any], zero: Any, *args: Any) -> Any:
     """`branches[which](*args)`, for a `which` that XLA cannot tell beforehand.
+
+    The results vary as `zero` does; see `jdelta.delta._vary`.
 
     Always a conditional, of one branch too: the reads of leaves are kept inside it.
     Outside, XLA would make a copy of each whole leaf as integers.
     """
     if len(branches) == 1:
-        return lax.cond(which == 0, branches[0], zeros_of(branches[0]), *args)
+        return maybe(which == 0, branches[0], zero, *args)
     if len(branches) <= _FAN:
-        return lax.switch(which.astype(np.int32), branches, *args)
+        varying = [lambda *a, f=branch: vary(f(*a), zero) for branch in branches]
+        return lax.switch(which.astype(np.int32), varying, *args)
     fans = [branches[i : i + _FAN] for i in range(0, len(branches), _FAN)]
-    nested = [lambda w, *a, fan=fan: choose(w, fan, *a) for fan in fans]
-    return choose(which // _FAN, nested, which % _FAN, *args)
+    nested = [lambda w, *a, fan=fan: choose(w, fan, zero, *a) for fan in fans]
+    return choose(which // _FAN, nested, zero, which % _FAN, *args)
 
 
-def zeros_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that returns zeros like the results of `function`."""
+def maybe(condition: Any, function: Callable[..., Any], zero: Any, *args: Any) -> Any:
+    """`function(*args)` if the condition holds, else zeros; varying as `zero` does."""
 
     def zeros(*args: Any) -> Any:
         shapes = jax.eval_shape(function, *args)
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        made = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+        return vary(made, zero)
 
-    return zeros
+    return lax.cond(condition, lambda *a: vary(function(*a), zero), zeros, *args)
 
 
 def batch_bits(leaves: Sequence[Any], dtypes: Sequence[str], size: int) -> jax.Array:

@@ -25,6 +25,7 @@ from jdelta.delta._fill import build_index, fill, get, turn_size
 from jdelta.delta._layout import DEFAULT, GroupLayout, Limits, Segment, group_layouts
 from jdelta.delta._pages import Pages
 from jdelta.delta._spec import LeafSpec, check_same, refuse_sharded, specs_of
+from jdelta.delta._vary import vary, zero_of
 from jdelta.delta._words import pack
 
 
@@ -121,7 +122,9 @@ def _diff_group(
     slots: int,
     limits: Limits,
 ) -> Group:
-    count, pages = np.uint32(0), empty_pages(slots, layout.width, limits)
+    zero = zero_of(olds, news)
+    count = vary(np.uint32(0), zero)
+    pages = vary(empty_pages(slots, layout.width, limits), zero)
 
     def sweep(table: Table, reads: list[Any]) -> None:
         """Goes over blocks; what is found in one is still in the cache."""
@@ -129,13 +132,13 @@ def _diff_group(
         def body(state: Any) -> Any:
             unit, count, pages = state
             place = table.row(unit)
-            old, new = choose(place.piece, reads, place.at)
+            old, new = choose(place.piece, reads, zero, place.at)
             index = build_index(drop_first(pack(old, new), place.skip))
 
             def emit(position: jax.Array, _: jax.Array) -> Any:
                 return place.start + position, get(old, position), get(new, position)
 
-            pages = fill(pages, index, slots, count, emit, limits)
+            pages = fill(pages, index, slots, count, emit, zero, limits)
             return unit + np.uint32(1), count + index.total, pages
 
         nonlocal count, pages

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jdelta.delta._blocks import zeros_of
+from jdelta.delta._blocks import maybe
 from jdelta.delta._layout import RANK_WORDS, Limits
 from jdelta.delta._pages import Pages, page_end
+from jdelta.delta._vary import vary
 
 _U0 = np.uint32(0)
 _NONE = np.uint32(0xFFFFFFFF)
@@ -131,6 +132,7 @@ def fill(
     slots: int,
     used: jax.Array,
     emit: Emit,
+    zero: Any,
     limits: Limits,
 ) -> tuple[Pages, ...]:
     """Append what `emit` says of each set bit, in order, to `pages`.
@@ -143,6 +145,7 @@ def fill(
         used: u32 scalar, slots in use before.
         emit: see above; positions of lanes that are not valid mean nothing, but are in
             bounds of the bitmap.
+        zero: see `jdelta.delta._vary`; `pages` and what `emit` returns vary as it does.
         limits: `limits.slots` is the most slots a turn fills.
 
     Returns:
@@ -165,11 +168,11 @@ def fill(
         step = jnp.minimum(step, page_end(slots, used + done) - (used + done))
         marks = jnp.zeros(turn, np.uint32)
         marks = marks.at[ahead - done].add(1, mode="drop", indices_are_sorted=True)
-        sums = lax.cond(step > 0, running_sum, zeros_of(running_sum), marks)
+        sums = maybe(step > 0, running_sum, zero, marks)
         at = jnp.minimum(block + sums, np.uint32(blocks - 1))
         position = positions_of(index, at, done + lane - get(index.ranks, at))
         # A conditional is a barrier: fused, all this would be computed for each page.
-        values = lax.cond(step > 0, emit, zeros_of(emit), position, lane < step)
+        values = maybe(step > 0, emit, zero, position, lane < step)
         pages = tuple(
             page.write(used + done, value)
             for page, value in zip(pages, values, strict=True)
@@ -178,7 +181,7 @@ def fill(
         block += jnp.sum(ahead <= done, dtype=np.uint32)
         return done, block, pages
 
-    state = (_U0, _U0, pages)
+    state = (vary(_U0, zero), vary(_U0, zero), pages)
     return lax.while_loop(lambda state: state[0] < end, turn_once, state)[2]
 
 

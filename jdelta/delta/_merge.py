@@ -18,6 +18,7 @@ from jdelta.delta._fill import Index, build_index, fill, rank_of
 from jdelta.delta._layout import DEFAULT, Limits
 from jdelta.delta._pages import Pages
 from jdelta.delta._spec import check_same
+from jdelta.delta._vary import vary, zero_of
 from jdelta.errors import TreeError
 
 _U0 = np.uint32(0)
@@ -74,7 +75,8 @@ def _merge_groups(
 
 
 def _merge_group(first: Group, second: Group, slots: int, limits: Limits) -> Group:
-    one, two, either = _bitmaps(first, second)
+    zero = zero_of(first.count, second.count)
+    one, two, either = _bitmaps(first, second, zero)
 
     def emit(position: jax.Array, _: jax.Array) -> Any:
         in_one, at_one = rank_of(one, position)
@@ -84,10 +86,9 @@ def _merge_group(first: Group, second: Group, slots: int, limits: Limits) -> Gro
         return position, old, new
 
     width = first.old.pages[0].dtype.itemsize
-    pages = empty_pages(slots, width, limits)
-    positions, old, new = fill(
-        pages, either, slots, jnp.zeros((), np.uint32), emit, limits
-    )
+    pages = vary(empty_pages(slots, width, limits), zero)
+    used = vary(np.uint32(0), zero)
+    positions, old, new = fill(pages, either, slots, used, emit, zero, limits)
     lost = (first.count > np.uint32(first.slots)) | (
         second.count > np.uint32(second.slots)
     )
@@ -102,9 +103,10 @@ def _merge_group(first: Group, second: Group, slots: int, limits: Limits) -> Gro
     )
 
 
-def _bitmaps(first: Group, second: Group) -> tuple[Index, Index, Index]:
+def _bitmaps(first: Group, second: Group, zero: Any) -> tuple[Index, Index, Index]:
     """The elements of `first`, of `second`, and of the merged delta."""
-    empty = jnp.zeros(round_up(first.size) // 32, np.uint32)
+    empty = vary(jnp.zeros(round_up(first.size) // 32, np.uint32), zero)
+    start = vary(np.uint32(0), zero)
 
     def add_first(carry: Any) -> Any:
         slot, words = carry
@@ -112,7 +114,7 @@ def _bitmaps(first: Group, second: Group) -> tuple[Index, Index, Index]:
         return stop, _add(words, positions, jnp.where(valid, _bit(positions), _U0))
 
     used = used_slots(first)
-    _, words = lax.while_loop(lambda c: c[0] < used, add_first, (_U0, empty))
+    _, words = lax.while_loop(lambda c: c[0] < used, add_first, (start, empty))
     one = build_index(words)
 
     def add_second(carry: Any) -> Any:
@@ -129,7 +131,7 @@ def _bitmaps(first: Group, second: Group) -> tuple[Index, Index, Index]:
 
     used_second = used_slots(second)
     _, words, merged = lax.while_loop(
-        lambda c: c[0] < used_second, add_second, (_U0, empty, words)
+        lambda c: c[0] < used_second, add_second, (start, empty, words)
     )
     return one, build_index(words), build_index(merged)
 
