@@ -32,12 +32,14 @@ def train_step(params, opt_state):
 
 
 with tempfile.TemporaryDirectory() as bucket:
-    with jdelta.Publisher(bucket, jdelta.published(opt_state)) as pub:
+    with jdelta.Publisher(bucket, jdelta.published(opt_state, params)) as pub:
         sub = jdelta.Subscriber(bucket)  # usually in another process
         weights = sub.restore()
         for step in range(1, 21):
             params, opt_state, delta = train_step(params, opt_state)
-            pub.publish(delta, step=step, params=partial(jdelta.published, opt_state))
+            pub.publish(
+                delta, step=step, params=partial(jdelta.published, opt_state, params)
+            )
         pub.flush()
         for update in sub.updates():
             weights = update.apply(weights)

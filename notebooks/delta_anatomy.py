@@ -144,10 +144,12 @@ def train(params, opt_state, tokens):
 folder = tempfile.TemporaryDirectory()
 bucket = Path(folder.name)
 opt_state = tx.init(params)
-with jdelta.Publisher(str(bucket), jdelta.published(opt_state)) as pub:
+with jdelta.Publisher(str(bucket), jdelta.published(opt_state, params)) as pub:
     for step in range(1, STEPS + 1):
         params, opt_state, delta = train(params, opt_state, batch())
-        pub.publish(delta, step=step, params=partial(jdelta.published, opt_state))
+        pub.publish(
+            delta, step=step, params=partial(jdelta.published, opt_state, params)
+        )
         pub.flush()  # so that each step is a version of its own here
 
 # %% [markdown]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from jdelta.delta._spec import LeafSpec
 from jdelta.errors import DeltaOverflowError
 
 Changed = tuple[np.ndarray, np.ndarray, np.ndarray]
+NO_MARK = 0xFFFFFFFF  # both words of a mark that no snapshot has
 
 
 @partial(
@@ -50,7 +52,11 @@ class Group:
         return self.positions.slots
 
 
-@partial(jax.tree_util.register_dataclass, data_fields=["groups"], meta_fields=["spec"])
+@partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["groups", "marks"],
+    meta_fields=["spec"],
+)
 @dataclasses.dataclass(frozen=True)
 class Delta:
     """What changed between two trees of arrays, with the bits before and after.
@@ -61,16 +67,23 @@ class Delta:
     Attributes:
         groups: one group for each element width in use; more for huge trees.
         spec: name, shape and published dtype of every leaf, in tree order.
+        marks: u32[2, 2], which snapshot it leads from and to (see `Snapshot`); None
+            where no state of `wrap` was compared.
     """
 
     groups: tuple[Group, ...]
     spec: tuple[LeafSpec, ...]
+    marks: Any = None
 
     @property
     def overflowed(self) -> jax.Array:
         """Bool scalar: more elements changed than the capacity holds."""
         full = [jnp.asarray(g.count) > np.uint32(g.slots) for g in self.groups]
         return jnp.any(jnp.stack(full)) if full else jnp.zeros((), np.bool_)
+
+    def between(self, before: jax.Array, after: jax.Array) -> Delta:
+        """The same delta with the marks of the snapshots it leads from and to."""
+        return dataclasses.replace(self, marks=jnp.stack([before, after]))
 
     def check(self) -> None:
         """Raise DeltaOverflowError if the delta overflowed; in a jit, do nothing."""
@@ -92,6 +105,8 @@ class Delta:
             if all(d.platform == "cpu" for d in group.count.devices()):
                 continue
             group.count.copy_to_host_async()
+            if self.marks is not None:
+                self.marks.copy_to_host_async()
             for pages in (group.positions, group.old, group.new):
                 pages.pages[0].copy_to_host_async()
 

@@ -12,7 +12,7 @@ from jax import lax
 
 from jdelta.delta._apply import read_turn, used_slots
 from jdelta.delta._blocks import round_up
-from jdelta.delta._delta import Delta, Group
+from jdelta.delta._delta import NO_MARK, Delta, Group
 from jdelta.delta._diff import check_capacity, empty_pages, slot_count
 from jdelta.delta._fill import Index, build_index, fill, rank_of
 from jdelta.delta._layout import DEFAULT, Limits
@@ -71,7 +71,14 @@ def _merge_groups(
         if capacity is not None:
             slots = slot_count(a.size, capacity, limits)
         groups.append(_merge_group(a, b, slots, limits))
-    return Delta(tuple(groups), first.spec)
+    merged = Delta(tuple(groups), first.spec)
+    if first.marks is None or second.marks is None:
+        return merged
+    # Two that do not follow each other lead from no snapshot there is.
+    follows = jnp.all(first.marks[1] == second.marks[0])
+    return merged.between(
+        jnp.where(follows, first.marks[0], np.uint32(NO_MARK)), second.marks[1]
+    )
 
 
 def _merge_group(first: Group, second: Group, slots: int, limits: Limits) -> Group:

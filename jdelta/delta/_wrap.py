@@ -7,9 +7,7 @@ skipped steps, later transforms, edits outside of Optax.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +21,6 @@ from jdelta.delta._diff import check_capacity, diff_leaves
 from jdelta.delta._spec import (
     LeafSpec,
     check_same,
-    leaf_names,
     path_name,
     refuse_sharded,
     specs_of,
@@ -31,50 +28,23 @@ from jdelta.delta._spec import (
 from jdelta.errors import TreeError
 
 Select = Callable[[Any], Any]
+_OWN = "own"  # where every leaf is published in its own dtype
 
 
-class Dtypes(tuple):
-    """Published dtype names, in tree order. No names at all compare equal to any.
-
-    `optax.tree_map_params` builds a state from a placeholder instead of parameters and
-    maps it beside the real one: that state has no names, but the same structure.
-    """
-
-    __slots__ = ()
-
-    def __eq__(self, other: object) -> bool:
-        """Whether the names are the same, or one side has none."""
-        return not self or not other or super().__eq__(other)
-
-    def __ne__(self, other: object) -> bool:
-        """The opposite of `==`."""
-        return not self == other
-
-    def __hash__(self) -> int:
-        """The same for all, as no names equal any."""
-        return hash(Dtypes)
-
-
-@partial(
-    jax.tree_util.register_dataclass,
-    data_fields=["bits"],
-    meta_fields=["dtypes", "dtype", "select"],
-)
-@dataclasses.dataclass(frozen=True)
-class Snapshot:
-    """What was published last.
+class Snapshot(NamedTuple):
+    """What was published last: arrays alone, so any serializer of trees takes it.
 
     Attributes:
-        bits: the published tree as unsigned integers; same shapes and sharding.
-        dtypes: published dtype of each leaf.
-        dtype: published dtype of wider floating leaves, or None for their own.
-        select: from parameters to the tree to publish, or None for all of them.
+        bits: one entry. Its key is the dtype that wider floating leaves are published
+            in, or "own"; its value the published tree as unsigned integers, with the
+            parameters' structure, shapes and sharding.
+        mark: u32[2], which snapshot this is: the deltas extracted so far, and a hash of
+            them. A delta carries the mark before and after it, so that a publisher
+            notices one that is missing, repeated or rolled back.
     """
 
-    bits: Any
-    dtypes: Dtypes
-    dtype: str | None
-    select: Select | None
+    bits: dict[str, Any]
+    mark: jax.Array
 
 
 class WrapState(NamedTuple):
@@ -98,12 +68,16 @@ def wrap(
     `optax.apply_if_finite`, `optax.inject_hyperparams`; not inside `optax.masked` or
     `optax.partition`. Collective: no.
 
+    To wrap the optimizer of a run that has begun, take its state along:
+    `tx.init(params)._replace(inner_state=old_state)`. The way back to the plain
+    optimizer is `opt_state.inner_state`.
+
     Args:
         inner: any Optax transformation, with or without extra arguments.
         dtype: what readers hold. Floating leaves that are wider are published in it;
             narrower ones, integers and bools as they are. None: all as they are.
-        select: from the parameters to the tree of arrays to publish; by default all.
-            Pass the same function object throughout: it is static in a jit.
+        select: from the parameters given to `init` to the tree of arrays to publish;
+            by default all. `extract` and `published` are given that tree.
 
     Returns:
         The transformation. The parameters given to its `init` count as published.
@@ -126,17 +100,19 @@ def wrap(
         tree = params if select is None else select(params)
         _refuse_holes(tree)
         specs, leaves = _published_leaves(tree, name)
-        snapshot = Snapshot(
-            jax.tree.unflatten(
-                jax.tree.structure(tree), _published_bits(specs, leaves)
-            ),
-            Dtypes(spec.dtype for spec in specs),
-            name,
-            select,
+        bits = jax.tree.unflatten(
+            jax.tree.structure(tree), _published_bits(specs, leaves)
         )
+        snapshot = Snapshot({name or _OWN: bits}, jnp.zeros(2, np.uint32))
         return WrapState(extended.init(params), snapshot)
 
     def update(updates: Any, state: Any, params: Any = None, **extra_args: Any) -> Any:
+        if not isinstance(state, WrapState):
+            raise TreeError(
+                f"the state is a {type(state).__name__}, not one of jdelta.wrap: make "
+                "it with tx.init(params), or take a plain optimizer's state along: "
+                "tx.init(params)._replace(inner_state=state)"
+            )
         updates, inner_state = extended.update(
             updates, state.inner_state, params, **extra_args
         )
@@ -159,7 +135,8 @@ def extract(opt_state: Any, params: Any, *, capacity: float = 0.1) -> tuple[Delt
         opt_state: optimizer state that holds the state of one `wrap`, anywhere; or an
             `nnx.Optimizer`.
         params: the parameters as they are now (with an EMA or other weights of the same
-            structure, those are published); or the model.
+            structure, those are published); or the model. Where `wrap` was given
+            `select`, what that returns.
         capacity: as for `diff`.
 
     Returns:
@@ -177,40 +154,51 @@ def extract(opt_state: Any, params: Any, *, capacity: float = 0.1) -> tuple[Delt
         >>> delta, opt_state = extract(opt_state, params)
     """
     check_capacity(capacity)
-    if _is_nnx_optimizer(opt_state):
-        return _extract_nnx(opt_state, params, capacity), opt_state
-    delta, new_bits = _extract(opt_state, params, capacity)
-    return delta, _replace(opt_state, new_bits, Dtypes(s.dtype for s in delta.spec))
+    if not _is_nnx_optimizer(opt_state):
+        held = _find(opt_state)
+        delta, new = _extract(held, params, capacity)
+        snapshot = jax.tree.unflatten(jax.tree.structure(held), new)
+        return delta, jax.tree.map(
+            lambda x: snapshot if _is_snapshot(x) else x,
+            opt_state,
+            is_leaf=_is_snapshot,
+        )
+    from flax import nnx
+
+    held = _find(opt_state.opt_state)
+    delta, new = _extract(held, nnx.state(params, opt_state.wrt), capacity)
+    variables = jax.tree.leaves(held, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    for variable, value in zip(variables, new, strict=True):
+        variable[...] = value
+    return delta, opt_state
 
 
 def _extract(
-    opt_state: Any, params: Any, capacity: float
+    held: Snapshot, tree: Any, capacity: float
 ) -> tuple[Delta, list[jax.Array]]:
-    snapshot = _find(opt_state)
-    tree = params if snapshot.select is None else snapshot.select(params)
-    specs, leaves = _published_leaves(tree, snapshot.dtype)
-    check_same(_snapshot_specs(snapshot, specs), specs, "extract(opt_state, params)")
+    """The delta, and the leaves of the new snapshot."""
+    specs, leaves = _check_published(held, tree, "extract(opt_state, params)")
     refuse_sharded(specs, leaves)
+    *bits, mark = jax.tree.leaves(held)
     # The leaves are narrowed again as they are read: the new bits can then be written
     # over the old ones, when the state is donated.
-    delta = diff_leaves(jax.tree.leaves(snapshot.bits), leaves, specs, float(capacity))
-    return delta, _published_bits(specs, leaves)
+    delta = diff_leaves(bits, leaves, specs, float(capacity))
+    after = _next_mark(mark, delta)
+    return delta.between(mark, after), [*_published_bits(specs, leaves), after]
 
 
-def _extract_nnx(optimizer: Any, model: Any, capacity: float) -> Delta:
-    from flax import nnx
-
-    params = nnx.state(model, optimizer.wrt)
-    delta, new_bits = _extract(optimizer.opt_state, params, capacity)
-    variables = jax.tree.leaves(
-        _find(optimizer.opt_state).bits, is_leaf=lambda x: isinstance(x, nnx.Variable)
-    )
-    for variable, bits in zip(variables, new_bits, strict=True):
-        variable[...] = bits
-    return delta
+def _next_mark(mark: jax.Array, delta: Delta) -> jax.Array:
+    """One delta more, and a hash over it: MurmurHash3's mixing of 32-bit words."""
+    hashed = mark[1]
+    for group in delta.groups:
+        first = jnp.sum(group.new.pages[0].astype(np.uint32), dtype=np.uint32)
+        for word in (group.count, first):
+            hashed = (hashed ^ word * np.uint32(0xCC9E2D51)) * np.uint32(0x85EBCA6B)
+            hashed = (hashed ^ hashed >> 13) + np.uint32(0xE6546B64)
+    return jnp.stack([mark[0] + np.uint32(1), hashed])
 
 
-def published(opt_state: Any) -> Any:
+def published(opt_state: Any, params: Any) -> Any:
     """The tree of arrays that the state of `wrap` holds as published.
 
     Jittable. Collective: no.
@@ -218,32 +206,44 @@ def published(opt_state: Any) -> Any:
     Args:
         opt_state: optimizer state that holds the state of one `wrap`, anywhere; or an
             `nnx.Optimizer`.
+        params: as for `extract`. Only their names, shapes and dtypes are looked at;
+            they may have been donated.
 
     Returns:
         The published tree, in the published dtypes: what a reader has that applied
-        every delta extracted so far.
+        every delta extracted so far. Copies: the state may be donated afterwards.
 
     Raises:
-        TreeError: no state of `wrap`, or two.
+        TreeError: no state of `wrap`, or two; or the parameters are not its.
 
     Example:
-        >>> publisher = Publisher("runs/one", published(opt_state))
+        >>> publisher = Publisher("runs/one", published(opt_state, params))
     """
     if _is_nnx_optimizer(opt_state):
+        from flax import nnx
+
+        params = nnx.state(params, opt_state.wrt)
         opt_state = opt_state.opt_state
-    snapshot = _find(opt_state)
-    bits, treedef = jax.tree.flatten(snapshot.bits)
-    if len(snapshot.dtypes) != len(bits):
-        raise TreeError(
-            "the published snapshot has lost its dtypes (optax.tree_map_params drops "
-            "them); call jdelta.extract once, which restores them"
-        )
-    # Copies: the state's own buffers may be donated later.
+    held = _find(opt_state)
+    specs, _ = _check_published(held, params, "published(opt_state, params)")
+    (bits,) = held.bits.values()
     arrays = [
-        from_bits(own_bits(x), dtype)
-        for x, dtype in zip(bits, snapshot.dtypes, strict=True)
+        from_bits(own_bits(x), spec.dtype)
+        for x, spec in zip(jax.tree.leaves(bits), specs, strict=True)
     ]
-    return jax.tree.unflatten(treedef, arrays)
+    return jax.tree.unflatten(jax.tree.structure(bits), arrays)
+
+
+def _check_published(
+    held: Snapshot, tree: Any, where: str
+) -> tuple[tuple[LeafSpec, ...], list[Any]]:
+    """`_published_leaves` of a tree that must be the snapshot's."""
+    ((name, bits),) = held.bits.items()
+    specs, leaves = _published_leaves(tree, None if name == _OWN else name)
+    # Bits have no dtype to compare, but a width.
+    as_bits = [spec._replace(dtype=f"uint{8 * spec.width}") for spec in specs]
+    check_same(specs_of(bits)[0], tuple(as_bits), where)
+    return specs, leaves
 
 
 def _published_leaves(
@@ -305,28 +305,3 @@ def _find(opt_state: Any) -> Snapshot:
         f"the optimizer state holds {len(found)} published snapshots ({places}); wrap "
         "one optimizer, once"
     )
-
-
-def _snapshot_specs(
-    snapshot: Snapshot, specs: tuple[LeafSpec, ...]
-) -> tuple[LeafSpec, ...]:
-    names, bits = leaf_names(snapshot.bits), jax.tree.leaves(snapshot.bits)
-    dtypes = list[str](snapshot.dtypes)
-    if len(dtypes) != len(bits):
-        known = {spec.name: spec.dtype for spec in specs}
-        own = [str(x.dtype) for x in bits]
-        dtypes = [known.get(n, d) for n, d in zip(names, own, strict=True)]
-    return tuple(
-        LeafSpec(name, tuple(x.shape), dtype)
-        for name, x, dtype in zip(names, bits, dtypes, strict=True)
-    )
-
-
-def _replace(opt_state: Any, new_bits: list[jax.Array], dtypes: Dtypes) -> Any:
-    def put(x: Any) -> Any:
-        if not _is_snapshot(x):
-            return x
-        bits = jax.tree.unflatten(jax.tree.structure(x.bits), new_bits)
-        return dataclasses.replace(x, bits=bits, dtypes=dtypes)
-
-    return jax.tree.map(put, opt_state, is_leaf=_is_snapshot)

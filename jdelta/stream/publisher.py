@@ -62,8 +62,8 @@ class Publisher:
         bucket: The run's URL (a path, `file://`, `memory://`) or a bucket.
         params: The weights readers should hold now: a tree of `jax.Array` (each fully
             addressable) or a dict of NumPy arrays, in the published dtypes. For a
-            wrapped optimizer this is `jdelta.published(opt_state)`. Read before this
-            returns; the caller may donate them afterwards.
+            wrapped optimizer this is `jdelta.published(opt_state, params)`. Read
+            before this returns; the caller may donate them afterwards.
         anchor_every: Make an anchor every so many versions. None: only by bytes.
         anchor_share: Make an anchor when the deltas since the last one weigh this many
             times an anchor. Anchors are rebuilt from the bucket in the background;
@@ -330,7 +330,7 @@ class Publisher:
         if source.specs_of(leaves) != self._specs:
             raise TreeError(
                 "params is not the published tree: pass the weights in the published "
-                "dtypes (jdelta.published(opt_state) for a wrapped optimizer)"
+                "dtypes (jdelta.published(opt_state, params) for a wrapped optimizer)"
             )
         if any(getattr(leaf, "is_deleted", bool)() for leaf in leaves.values()):
             raise DeltaOverflowError(

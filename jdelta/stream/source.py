@@ -99,8 +99,8 @@ def check_delta(delta: Any, specs: Mapping[str, TensorSpec]) -> None:
             raise TreeError(
                 f"{name!r}: the delta has {tree.get(name) or 'no such tensor'}, the "
                 f"publisher was opened with {specs.get(name) or 'no such tensor'}: "
-                "open it with the published tree (jdelta.published(opt_state) for a "
-                "wrapped optimizer)"
+                "open it with the published tree (jdelta.published(opt_state, params) "
+                "for a wrapped optimizer)"
             )
 
 

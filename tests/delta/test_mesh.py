@@ -67,17 +67,17 @@ def test_sharded_arrays_work_or_are_refused(mesh):
 def test_snapshot_keeps_the_sharding_of_the_parameters(mesh):
     _, params = pair(mesh, jax.P("x", "y"))
     state = wrap(optax.identity()).init(params)
-    bits = state.jdelta_snapshot.bits["w"]
+    bits = state.jdelta_snapshot.bits["bfloat16"]["w"]
     assert bits.sharding.is_equivalent_to(params["w"].sharding, 2)
 
 
 def test_extract_of_replicated_parameters(mesh):
     old, new = pair(mesh, jax.P())
     state = wrap(optax.identity()).init(old)
-    replica = published(state)
+    replica = published(state, old)
     delta, state = jax.jit(extract, donate_argnums=0)(state, new)
     got = apply(replica, delta)
-    for x in (got, published(state)):
+    for x in (got, published(state, new)):
         np.testing.assert_array_equal(
             np.asarray(x["w"]).view(np.uint16), np.asarray(new["w"]).view(np.uint16)
         )

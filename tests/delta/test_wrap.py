@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from functools import partial
 
 import jax
@@ -10,7 +11,8 @@ import numpy as np
 import optax
 import pytest
 
-from jdelta.delta import apply, extract, leaf_names, published, wrap
+from jdelta.delta import apply, diff, extract, leaf_names, merge, published, wrap
+from jdelta.delta._delta import NO_MARK
 from jdelta.delta._wrap import Snapshot
 from jdelta.errors import TreeError
 
@@ -50,9 +52,18 @@ def make_grads(params, i):
     }
 
 
-def run(tx, params, publish=to_bf16, steps=6, every=1, edit=None, grads=make_grads):
+def run(
+    tx,
+    params,
+    publish=to_bf16,
+    steps=6,
+    every=1,
+    edit=None,
+    grads=make_grads,
+    select=lambda params: params,
+):
     state = tx.init(params)
-    replica = published(state)
+    replica = published(state, select(params))
     assert_same(replica, publish(params))
 
     @partial(jax.jit, donate_argnums=(0, 1))
@@ -62,7 +73,7 @@ def run(tx, params, publish=to_bf16, steps=6, every=1, edit=None, grads=make_gra
 
     @partial(jax.jit, donate_argnums=(0,))
     def sync(state, params):
-        return extract(state, params, capacity=1.0)
+        return extract(state, select(params), capacity=1.0)
 
     params = jax.tree.map(jnp.copy, params)
     sizes = []
@@ -75,7 +86,7 @@ def run(tx, params, publish=to_bf16, steps=6, every=1, edit=None, grads=make_gra
         delta, state = sync(state, params)
         replica = apply(replica, delta)
         assert_same(replica, publish(params))
-        assert_same(published(state), publish(params))
+        assert_same(published(state, select(params)), publish(params))
         sizes.append(sum(int(g.count) for g in delta.groups))
     assert any(sizes)
     return sizes
@@ -149,7 +160,7 @@ def test_narrow_floats_ints_and_bools_stay_as_they_are():
         "t": jnp.ones(3, jnp.bool_),
     }
     state = wrap(optax.identity()).init(params)
-    got = {k: x.dtype.name for k, x in published(state).items()}
+    got = {k: x.dtype.name for k, x in published(state, params).items()}
     assert got == {
         "f32": "bfloat16",
         "f16": "float16",
@@ -161,7 +172,7 @@ def test_narrow_floats_ints_and_bools_stay_as_they_are():
     new = {**params, "t": params["t"].at[0].set(False), "u": params["u"] + 1}
     delta, state = extract(state, new)
     assert set(delta.to_host()) == {"t", "u"}
-    assert_same(published(state), {**new, "f32": to_bf16(new["f32"])})
+    assert_same(published(state, new), {**new, "f32": to_bf16(new["f32"])})
 
 
 def test_select_publishes_a_part():
@@ -172,6 +183,7 @@ def test_select_publishes_a_part():
         wrap(optax.adam(1e-2), select=select),
         make_params(),
         publish=lambda p: to_bf16(select(p)),
+        select=select,
     )
 
 
@@ -179,7 +191,7 @@ def test_an_average_can_be_published():
     params = make_params()
     tx = wrap(optax.adam(1e-2))
     state = tx.init(params)
-    replica, average = published(state), params
+    replica, average = published(state, params), params
     for i in range(4):
         updates, state = tx.update(make_grads(params, i), state, params)
         params = optax.apply_updates(params, updates)
@@ -201,7 +213,7 @@ def test_one_donated_step_with_extract_inside():
 
     params = make_params()
     state = tx.init(params)
-    replica = published(state)
+    replica = published(state, params)
     for i in range(5):
         old = params, state
         params, state, delta = step(params, state, make_grads(params, i))
@@ -214,7 +226,7 @@ def test_state_params_and_published_share_no_buffer():
     """Unsigned leaves are their own bits: all three may still be donated together."""
     params = {"u": jnp.zeros(4, jnp.uint16), "w": jnp.zeros(3)}
     state = wrap(optax.identity()).init(params)
-    read = published(state)
+    read = published(state, params)
     keep = jax.jit(lambda *x: jax.tree.map(lambda y: y, x), donate_argnums=(0, 1, 2))
     params, state, read = jax.block_until_ready(keep(params, state, read))
     delta, state = jax.jit(extract)(state, params)
@@ -227,7 +239,7 @@ def test_overflow_loses_nothing_in_the_state():
     new = {"w": params["w"] + 1}
     delta, state = extract(state, new)
     assert bool(delta.overflowed)
-    assert_same(published(state), to_bf16(new))
+    assert_same(published(state, new), to_bf16(new))
     delta, _ = extract(state, new)
     assert delta.to_host() == {}
 
@@ -251,7 +263,7 @@ def test_inside_a_mask_is_refused(wrapper):
 def test_no_snapshot_or_two():
     params = make_params()
     plain = optax.adam(1e-2).init(params)
-    for call in (lambda: extract(plain, params), lambda: published(plain)):
+    for call in (lambda: extract(plain, params), lambda: published(plain, params)):
         with pytest.raises(TreeError, match=r"no published snapshot.*jdelta\.wrap"):
             call()
     twice = wrap(wrap(optax.adam(1e-2))).init(params)
@@ -266,8 +278,105 @@ def test_other_parameters_are_refused():
         extract(state, {"w": params["w"], "s": params["s"]})
     with pytest.raises(TreeError, match=r"'b': expected shape \(5,\), got \(6,\)"):
         extract(state, {**params, "b": jnp.zeros(6)})
-    with pytest.raises(TreeError, match="'b': expected dtype bfloat16, got int32"):
+    with pytest.raises(TreeError, match="'b': expected dtype uint16, got uint32"):
         extract(state, {**params, "b": jnp.zeros(5, jnp.int32)})
+
+
+def mark_of(state):
+    return tuple(np.asarray(state.jdelta_snapshot.mark).tolist())
+
+
+def test_deltas_carry_marks_that_follow_each_other():
+    params = make_params()
+    tx = wrap(optax.adam(1e-2))
+    first = tx.init(params)
+    marks, state = [mark_of(first)], first
+    for i in range(3):
+        params = jax.tree.map(lambda x, i=i: x + i, params)
+        delta, state = jax.jit(partial(extract, capacity=1.0))(state, params)
+        assert np.asarray(delta.marks).tolist() == [[*marks[-1]], [*mark_of(state)]]
+        marks.append(mark_of(state))
+    assert [count for count, _ in marks] == [0, 1, 2, 3] and len(set(marks)) == 4
+    # Another history of the same length has another mark.
+    other, params = first, make_params()
+    for i in range(3):
+        params = jax.tree.map(lambda x, i=i: x + 2 * i + 1, params)
+        delta, other = extract(other, params, capacity=1.0)
+    assert mark_of(other)[0] == 3 and mark_of(other) != marks[-1]
+    assert diff(params, params).marks is None
+
+
+def test_merged_deltas_lead_from_the_first_to_the_last():
+    params = make_params()
+    state = wrap(optax.adam(1e-2)).init(params)
+    deltas = []
+    for i in range(3):
+        params = jax.tree.map(lambda x, i=i: x + i, params)
+        delta, state = extract(state, params, capacity=1.0)
+        deltas.append(delta)
+    both = merge(*deltas[:2])
+    assert np.asarray(both.marks)[0].tolist() == [0, 0]
+    np.testing.assert_array_equal(both.marks[1], deltas[1].marks[1])
+    gap = merge(deltas[0], deltas[2])
+    assert np.asarray(gap.marks)[0].tolist() == [NO_MARK, NO_MARK]
+    bf16 = to_bf16(params)
+    assert merge(deltas[0], diff(bf16, bf16)).marks is None
+
+
+@pytest.mark.parametrize("serializer", ["flax", "pickle", "lists"])
+def test_the_state_is_taken_by_serializers(serializer):
+    params = make_params()
+    tx = wrap(optax.adamw(1e-2))
+    _, state = extract(tx.init(params), jax.tree.map(lambda x: x + 1, params))
+    if serializer == "flax":
+        serialization = pytest.importorskip("flax.serialization")
+        back = serialization.from_bytes(tx.init(params), serialization.to_bytes(state))
+    elif serializer == "pickle":
+        back = pickle.loads(pickle.dumps(state))
+    else:  # knows dicts, lists and arrays only
+        back = from_plain(tx.init(params), to_plain(state))
+    assert jax.tree.structure(back) == jax.tree.structure(state)
+    for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(state), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    delta, _ = extract(back, params)
+    assert set(delta.to_host()) == {"w", "b", "s"}
+
+
+def to_plain(x):
+    if isinstance(x, dict):
+        return {key: to_plain(value) for key, value in x.items()}
+    if isinstance(x, tuple):
+        return [to_plain(value) for value in x]
+    assert isinstance(x, jax.Array), type(x)
+    return np.asarray(x)
+
+
+def from_plain(like, x):
+    if isinstance(like, dict):
+        return {key: from_plain(value, x[key]) for key, value in like.items()}
+    if isinstance(like, tuple):
+        parts = [from_plain(a, b) for a, b in zip(like, x, strict=True)]
+        return type(like)(*parts) if hasattr(like, "_fields") else tuple(parts)
+    return x
+
+
+def test_a_run_comes_along_in_its_middle_and_goes_back():
+    params = make_params()
+    plain = optax.adamw(1e-2)
+    old = plain.init(params)
+    for i in range(3):
+        updates, old = plain.update(make_grads(params, i), old, params)
+        params = optax.apply_updates(params, updates)
+    tx = wrap(plain)
+    with pytest.raises(TreeError, match="is a tuple.*inner_state=state"):
+        tx.update(make_grads(params, 3), old, params)
+    state = tx.init(params)._replace(inner_state=old)
+    got, state = tx.update(make_grads(params, 3), state, params)
+    want, old = plain.update(make_grads(params, 3), old, params)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b)
+    back = state.inner_state
+    assert jax.tree.structure(back) == jax.tree.structure(old)
 
 
 def test_keys_and_integers_as_dtype_are_refused():
@@ -294,13 +403,11 @@ def test_tree_map_params_sees_the_snapshot():
         tx, lambda _: "param", state, transform_non_params=lambda _: "other"
     )
     assert jax.tree.leaves(marks).count("param") == 9
+    names = {name: name for name in params}
+    named = optax.tree_utils.tree_map_params(tx, lambda _, name: name, state, names)
+    assert named.jdelta_snapshot.bits == {"bfloat16": names}
     copy = optax.tree_utils.tree_map_params(tx, jnp.copy, state)
-    with pytest.raises(TreeError, match="lost its dtypes"):
-        published(copy)
-    new = jax.tree.map(lambda x: x + 1, params)
-    delta, copy = extract(copy, new)
-    assert set(delta.to_host()) == {"w", "b", "s"}
-    assert_same(published(copy), to_bf16(new))
+    assert_same(published(copy, params), to_bf16(params))
 
 
 def test_state_is_two_bytes_a_parameter():
@@ -311,8 +418,9 @@ def test_state_is_two_bytes_a_parameter():
         for x in jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, Snapshot))
         if isinstance(x, Snapshot)
     )
-    assert sum(x.nbytes for x in jax.tree.leaves(snapshot)) == 2 * 10100
-    assert snapshot.bits["w"].shape == (100, 100)
+    assert sum(x.nbytes for x in jax.tree.leaves(snapshot.bits)) == 2 * 10100
+    assert snapshot.mark.shape == (2,)
+    assert snapshot.bits["bfloat16"]["w"].shape == (100, 100)
 
 
 class Model(nnx.Module):
@@ -345,7 +453,7 @@ def test_nnx_optimizer(form):
             )
         return delta
 
-    replica = published(optimizer)
+    replica = published(optimizer, model)
     for i in range(4):
         delta = step(model, optimizer, jax.random.normal(jax.random.key(i), (3, 4)))
         assert {s.name for s in delta.spec} == {
@@ -380,7 +488,7 @@ def test_linen_train_state():
         delta, opt_state = extract(state.opt_state, state.params, capacity=1.0)
         return state.replace(opt_state=opt_state), delta
 
-    replica = published(state.opt_state)
+    replica = published(state.opt_state, state.params)
     for _ in range(4):
         state, delta = step(state)
         assert set(delta.to_host()) <= {"kernel", "bias"}

@@ -71,13 +71,13 @@ def train(settings: Settings, channel: Channel) -> None:
 
     bucket = CountingBucket(jdelta.open_bucket(settings.bucket))
     begin = time.perf_counter()
-    with jdelta.Publisher(bucket, jdelta.published(opt_state)) as publisher:
+    with jdelta.Publisher(bucket, jdelta.published(opt_state, params)) as publisher:
         for number in range(1, settings.steps + 1):
             step_begin = time.perf_counter()
             tokens = batch(text, rng, settings.batch, settings.sequence)
             params, opt_state, loss, delta = step(params, opt_state, tokens)
             call = time.perf_counter()
-            whole = functools.partial(jdelta.published, opt_state)
+            whole = functools.partial(jdelta.published, opt_state, params)
             publisher.publish(delta, step=number, params=whole)
             publish = time.perf_counter() - call
             value = float(loss)  # waits for the step

@@ -149,18 +149,26 @@ class _Streamed:
                 self._params, self._state, loss, delta = fused(
                     self._params, self._state, tokens
                 )
-                return loss, delta, functools.partial(jdelta.published, self._state)
+                return (
+                    loss,
+                    delta,
+                    functools.partial(jdelta.published, self._state, self._params),
+                )
 
-            return by_fused, jdelta.published(self._state)
+            return by_fused, jdelta.published(self._state, self._params)
         step = _model.make_step(graphdef, tx)
         extract = jax.jit(jdelta.extract, donate_argnums=0)
 
         def by_wrap(tokens: np.ndarray) -> tuple[Any, Any, Any]:
             self._params, self._state, loss = step(self._params, self._state, tokens)
             delta, self._state = extract(self._state, self._params)
-            return loss, delta, functools.partial(jdelta.published, self._state)
+            return (
+                loss,
+                delta,
+                functools.partial(jdelta.published, self._state, self._params),
+            )
 
-        return by_wrap, jdelta.published(self._state)
+        return by_wrap, jdelta.published(self._state, self._params)
 
     def step(self, tokens: np.ndarray) -> None:
         loss, delta, weights = self._advance(tokens)
