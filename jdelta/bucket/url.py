@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from typing import cast
 from urllib.parse import unquote
 
 from jdelta.bucket.directory import DirectoryBucket
@@ -15,12 +16,13 @@ _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _USABLE = "a path, file:///path or memory://name"
 
 
-def open_bucket(url: str | os.PathLike[str]) -> Bucket:
+def open_bucket(url: Bucket | str | os.PathLike[str]) -> Bucket:
     """Opens the bucket a URL names. Nothing is read or written yet.
 
     Args:
         url: The path of a folder (`runs/a`, `~/runs/a`), `file:///path` (percent signs
-            decoded), or `memory://name` (inside this process).
+            decoded), or `memory://name` (inside this process). A bucket is returned
+            as it is.
 
     Raises:
         BucketError: no backend for such a URL, or it is malformed.
@@ -29,7 +31,9 @@ def open_bucket(url: str | os.PathLike[str]) -> Bucket:
         >>> open_bucket("memory://demo").url
         'memory://demo'
     """
-    text = os.fspath(url)
+    if hasattr(url, "put_if_absent"):
+        return cast(Bucket, url)
+    text = os.fspath(url) if isinstance(url, os.PathLike) else url
     if not isinstance(text, str) or not text or "\0" in text:
         raise BucketError(f"{url!r} is no bucket URL; give {_USABLE}")
     match = _SCHEME.fullmatch(text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Iterator
 
 from jdelta.bucket import Bucket, open_bucket
@@ -50,9 +51,9 @@ class Chain:
         run: The run's id, once `refresh` found one.
     """
 
-    def __init__(self, bucket: Bucket | str):
+    def __init__(self, bucket: Bucket | str | os.PathLike[str]):
         """Names the bucket; reads nothing yet."""
-        self.bucket = open_bucket(bucket) if isinstance(bucket, str) else bucket
+        self.bucket = open_bucket(bucket)
         self.run: str | None = None
         self.segments: tuple[Segment, ...] = ()
         self._manifests: dict[str, Manifest] = {}

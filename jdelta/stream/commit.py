@@ -21,6 +21,7 @@ from jdelta.errors import (
     FencedError,
     ObjectExistsError,
     ObjectNotFoundError,
+    RunError,
     TreeError,
 )
 from jdelta.stream.chain import MAX_DOCUMENT_BYTES, Chain, sha256_hex
@@ -182,7 +183,6 @@ def claim_epoch(
         FormatError: what the bucket holds is not a run.
     """
     chain = Chain(bucket)
-    chain.run = run
     info = chain.read_run()
     created = 0
     if info is None:
@@ -197,6 +197,11 @@ def claim_epoch(
             raise ObjectNotFoundError(
                 f"{names.RUN} cannot be read back from {bucket.url} after writing it"
             )
+    if run is not None and info.run != run:
+        raise RunError(
+            f"{bucket.url} holds run {info.run!r}, run {run!r} was asked for: leave "
+            "run= out to continue the run that is there, or publish to another URL"
+        )
     while True:
         tip_id = chain.latest()
         tip = None if tip_id is None else chain.manifest(tip_id)

@@ -13,6 +13,7 @@ import contextlib
 import dataclasses
 import logging
 import operator
+import os
 import threading
 import time
 import weakref
@@ -93,7 +94,7 @@ class Publisher:
 
     def __init__(
         self,
-        bucket: Bucket | str,
+        bucket: Bucket | str | os.PathLike[str],
         params: Any,
         *,
         anchor_every: int | None = None,
@@ -105,7 +106,7 @@ class Publisher:
         on_commit: Callable[[CommitRecord], None] | None = None,
     ):
         """Claims the run's next epoch and takes a copy of `params`."""
-        self._bucket = open_bucket(bucket) if isinstance(bucket, str) else bucket
+        self._bucket = open_bucket(bucket)
         self._backlog = Backlog(
             when_behind, None if spool is None else Path(spool), spool_bytes
         )
@@ -113,6 +114,7 @@ class Publisher:
         AnchorMaker.check(anchor_every, anchor_share)
         leaves = source.named_leaves(params)
         self._specs = source.specs_of(leaves)
+        first = source.snapshot(leaves)
         self._ledger = Ledger()
         self._epoch = claim_epoch(self._bucket, self._specs, run)
         self._anchors = AnchorMaker(
@@ -138,9 +140,7 @@ class Publisher:
         self._checked: Any = None  # the spec of the last delta that was checked
         self._params: Any = None  # of the last publish; donated ones are not used
 
-        self._committer.start(
-            Item(changes=None, whole=source.snapshot(leaves), step=None, merged=0)
-        )
+        self._committer.start(Item(changes=None, whole=first, step=None, merged=0))
         self._thread = threading.Thread(
             target=self._copy_loop, name="jdelta-copy", daemon=True
         )
@@ -327,15 +327,15 @@ class Publisher:
                 "with params= (the weights after the step); this delta was not accepted"
             )
         leaves = source.named_leaves(params() if callable(params) else params)
-        if source.specs_of(leaves) != self._specs:
-            raise TreeError(
-                "params is not the published tree: pass the weights in the published "
-                "dtypes (jdelta.published(opt_state, params) for a wrapped optimizer)"
-            )
         if any(getattr(leaf, "is_deleted", bool)() for leaf in leaves.values()):
             raise DeltaOverflowError(
                 f"whole weights are needed because {self._needs_whole}, and the last "
                 "params were donated since: call publish once more with params="
+            )
+        if source.specs_of(leaves) != self._specs:
+            raise TreeError(
+                "params is not the published tree: pass the weights in the published "
+                "dtypes (jdelta.published(opt_state, params) for a wrapped optimizer)"
             )
         whole = source.device_copy(leaves)
         self._incoming.append(_Handed(None, whole, step, at))

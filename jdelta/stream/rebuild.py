@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator
 
@@ -28,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 def load(
-    source: Bucket | Chain | str, version: int | None = None
+    source: Bucket | Chain | str | os.PathLike[str], version: int | None = None
 ) -> tuple[dict[str, np.ndarray], Manifest]:
     """Rebuilds and proves one version, with NumPy alone.
 

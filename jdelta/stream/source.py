@@ -6,45 +6,83 @@ The NumPy forms work without JAX: a tree is then a dict of arrays, a delta a dic
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from jdelta.errors import TreeError
+from jdelta.errors import MissingExtraError, TreeError
 from jdelta.stream.update import is_jax_tree
 from jdelta.wire.bits import to_bits
 from jdelta.wire.changes import Changes
 from jdelta.wire.dtypes import TensorSpec, bits_dtype, tensor_spec
+from jdelta.wire.manifest import check_tree
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
     """A tree's leaves by published name.
 
     Raises:
-        TreeError: not a tree of arrays, or two leaves have one name.
+        TreeError: two leaves have one name.
+        MissingExtraError: not a dict of NumPy arrays, and JAX is not installed.
     """
     if isinstance(tree, Mapping) and all(
         isinstance(k, str) and isinstance(v, np.ndarray) for k, v in tree.items()
     ):
         return dict(tree)
-    from jdelta.delta import leaf_names
+    try:
+        import jax
 
-    import jax  # isort: skip
+        from jdelta.delta import leaf_names
+    except ImportError as error:
+        raise MissingExtraError(
+            "a tree of other than NumPy arrays needs JAX: pip install 'jdelta[jax]', "
+            "or give a dict of NumPy arrays by name"
+        ) from error
 
     leaves = jax.tree.leaves(tree)
     return dict(zip(leaf_names(tree), leaves, strict=True))
 
 
 def specs_of(leaves: Mapping[str, Any]) -> dict[str, TensorSpec]:
-    """Name, dtype and shape of every leaf.
+    """Name, dtype and shape of every leaf; all that a version needs of them holds.
 
     Raises:
-        TreeError: a leaf is not an array of a dtype safetensors can hold.
+        TreeError: a leaf is not an array whose bits this process has, is not of a dtype
+            safetensors can hold, or has a name or size that cannot be published.
     """
     if not leaves:
         raise TreeError("nothing to publish: the tree has no arrays")
-    return {name: tensor_spec(name, leaf) for name, leaf in leaves.items()}
+    for name, leaf in leaves.items():
+        _check_leaf(name, leaf)
+    specs = {name: tensor_spec(name, leaf) for name, leaf in leaves.items()}
+    check_tree(specs.values())
+    return specs
+
+
+def _check_leaf(name: str, leaf: Any) -> None:
+    if isinstance(leaf, np.ndarray):
+        return
+    jax = sys.modules.get("jax")
+    if jax is None or not isinstance(leaf, jax.Array):
+        raise TreeError(
+            f"{name!r} is a {type(leaf).__name__}; expected a JAX or NumPy array"
+        )
+    if isinstance(leaf, jax.core.Tracer):
+        raise TreeError(
+            f"{name!r} is traced: return the weights from the jitted function and "
+            "publish them outside of it"
+        )
+    if leaf.is_deleted():
+        raise TreeError(
+            f"{name!r} was donated or deleted: give the weights the last step returned"
+        )
+    if not leaf.is_fully_addressable:
+        raise TreeError(
+            f"{name!r} is spread over processes ({leaf.sharding}); a Publisher needs "
+            "arrays that its process holds whole"
+        )
 
 
 def device_copy(leaves: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,13 +105,21 @@ def host_bits(leaves: dict[str, Any]) -> dict[str, np.ndarray]:
     """
     bits = {}
     for name in list(leaves):
-        bits[name] = to_bits(np.asarray(leaves.pop(name)))
+        bits[name] = to_bits(_to_host(leaves.pop(name)))
     return bits
 
 
 def snapshot(leaves: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Leaves as flat bits in host memory of our own, leaf by leaf. Blocks."""
-    return {name: to_bits(np.array(leaf, order="C")) for name, leaf in leaves.items()}
+    return {
+        name: to_bits(np.array(_to_host(leaf), order="C"))
+        for name, leaf in leaves.items()
+    }
+
+
+def _to_host(leaf: Any) -> np.ndarray:
+    # Explicit, so that it passes JAX's transfer guards.
+    return leaf if isinstance(leaf, np.ndarray) else sys.modules["jax"].device_get(leaf)
 
 
 def delta_tree(delta: Any) -> dict[str, TensorSpec] | None:
@@ -131,7 +177,7 @@ def _check_changes(spec: TensorSpec, changes: Changes) -> None:
         and (old != new).all()
     ):
         raise TreeError(
-            f"{spec.name!r}: not changes of {spec.dtype}{list(spec.shape)}: give flat "
+            f"{spec.name!r}: not changes of {spec}: give flat "
             f"positions below {spec.size}, strictly increasing, with the bits before "
             f"and after as {width}, everywhere different (Changes.between makes them)"
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
 import threading
 import time
 from collections.abc import Iterator
@@ -51,10 +52,14 @@ class Subscriber:
     """
 
     def __init__(
-        self, source: Bucket | str, *, name: str | None = None, poll: float = 0.1
+        self,
+        source: Bucket | str | os.PathLike[str],
+        *,
+        name: str | None = None,
+        poll: float = 0.1,
     ):
         """Opens the bucket; reads nothing yet."""
-        self._bucket = open_bucket(source) if isinstance(source, str) else source
+        self._bucket = open_bucket(source)
         self._status_name = None if name is None else names.reader_name(name)
         self._name = name
         self._poll = poll

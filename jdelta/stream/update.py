@@ -167,8 +167,8 @@ def check_leaf(name: str, spec: TensorSpec, shape: Any, dtype: str) -> None:
     """Raises TreeError unless a leaf has the published shape and dtype."""
     if tuple(shape) != spec.shape or dtype != spec.dtype:
         raise TreeError(
-            f"{name!r}: the stream publishes {spec.dtype}{list(spec.shape)}, got "
-            f"{dtype}{list(shape)}"
+            f"{name!r}: the stream publishes {spec}, got "
+            f"{TensorSpec(name, dtype, tuple(shape))}"
         )
 
 

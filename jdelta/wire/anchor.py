@@ -195,7 +195,7 @@ def _as_stored(spec: TensorSpec, bits: np.ndarray) -> np.ndarray:
     if bits.dtype != bits_dtype(spec.dtype) or bits.size != spec.size:
         raise TreeError(
             f"{spec.name!r}: {bits.size} elements of {bits.dtype} are not the bits of "
-            f"{spec.dtype}{list(spec.shape)}"
+            f"{spec}"
         )
     # The library writes raw memory: strided arrays would be written as garbage.
     array = np.ascontiguousarray(bits).view(numpy_dtype(spec.dtype))

@@ -55,6 +55,10 @@ class TensorSpec(NamedTuple):
     dtype: str
     shape: tuple[int, ...]
 
+    def __str__(self) -> str:
+        """Dtype and shape as JAX prints them: `bf16[40, 50]`."""
+        return f"{self.dtype.lower()}{list(self.shape)}"
+
     @property
     def size(self) -> int:
         """Elements."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from jdelta.errors import FormatError, TreeError
@@ -286,6 +287,33 @@ def check_tensor_name(name: str) -> str:
     return name
 
 
+def check_tree(specs: Collection[TensorSpec]) -> None:
+    """Raises TreeError unless a manifest can describe a tree of such tensors."""
+    for spec in specs:
+        check_tensor_name(spec.name)
+        if not _fits(spec):
+            raise TreeError(
+                f"{spec.name!r}: {spec} cannot be published: at most "
+                f"{_MAX_DIMENSIONS} dimensions and {MAX_TENSOR_BYTES} bytes"
+            )
+    total = sum(spec.nbytes for spec in specs)
+    if len(specs) > MAX_TENSORS or total > MAX_TOTAL_BYTES:
+        raise TreeError(
+            f"{len(specs)} tensors of {total} bytes cannot be published as one tree: "
+            f"at most {MAX_TENSORS} of {MAX_TOTAL_BYTES}"
+        )
+
+
+def _fits(spec: TensorSpec) -> bool:
+    return (
+        len(spec.shape) <= _MAX_DIMENSIONS
+        and all(_int(n, 0, MAX_TENSOR_BYTES) for n in spec.shape)
+        # An empty tensor's other dimensions are bounded too: arrays have a limit.
+        and math.prod(n for n in spec.shape if n) <= MAX_TENSOR_BYTES
+        and spec.nbytes <= MAX_TENSOR_BYTES
+    )
+
+
 def _parse_object(value: Any, where: str) -> ObjectRef:
     fields = Fields(value, where)
     ref = ObjectRef(
@@ -352,15 +380,8 @@ def _check_tensor(m: Manifest, name: str, entry: TensorEntry) -> int:
         raise FormatError(f"{_KIND}: {error}") from None
     where = f"tensor {name[:80]!r}"
     _need(entry.dtype in NAMES, f"dtype {str(entry.dtype)[:20]!r} of {where}")
-    _need(
-        len(entry.shape) <= _MAX_DIMENSIONS
-        and all(_int(n, 0, MAX_TENSOR_BYTES) for n in entry.shape)
-        # An empty tensor's other dimensions are bounded too: arrays have a limit.
-        and math.prod(n for n in entry.shape if n) <= MAX_TENSOR_BYTES,
-        f"shape of {where}",
-    )
     spec = TensorSpec(name, entry.dtype, entry.shape)
-    _need(spec.nbytes <= MAX_TENSOR_BYTES, f"shape of {where}")
+    _need(_fits(spec), f"shape of {where}")
     _need(_int(entry.digest, 0, (1 << 64) - 1), f"digest of {where}")
     _need(_int(entry.changed, 0, spec.size), f"changed of {where}")
     if entry.object is None:

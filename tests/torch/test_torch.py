@@ -452,8 +452,8 @@ def spoil(target, case):
     [
         ("missing", "missing"),
         ("unexpected", "unexpected.*lora"),
-        ("shape", r"BF16\[4, 6\], got BF16\[6, 4\]"),
-        ("dtype", "got F16"),
+        ("shape", r"bf16\[4, 6\], got bf16\[6, 4\]"),
+        ("dtype", "got f16"),
         ("not a tensor", "got ndarray"),
         ("meta", "meta device"),
         ("expanded", "expanded"),
