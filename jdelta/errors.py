@@ -25,6 +25,14 @@ class DeltaOverflowError(JDeltaError):
     """
 
 
+class GapError(JDeltaError):
+    """A delta does not start from what was published last.
+
+    Readers would differ from the trainer, so it was left out and whole weights are
+    needed: publish once with `params=`.
+    """
+
+
 class FormatError(JDeltaError, ValueError):
     """An object's bytes do not follow the format, or follow a newer one."""
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from jdelta.errors import JDeltaError
+from jdelta.errors import JDeltaError, PublishError
 from jdelta.stream.chain import DAMAGE, Chain
 from jdelta.stream.commit import Epoch, create
 from jdelta.stream.encode import encode_anchor
@@ -44,7 +44,7 @@ class AnchorMaker:
         *,
         every: int | None,
         share: float,
-        on_damage: Callable[[str], None],
+        on_damage: Callable[[JDeltaError], None],
     ):
         """Starts as after an anchor."""
         self._epoch = epoch
@@ -132,5 +132,7 @@ class AnchorMaker:
             _log.warning("no anchor of version %d: %s", manifest.version, error)
             self._ledger.fail(error)
             if isinstance(error, DAMAGE):
-                self._on_damage(f"the chain in the bucket is damaged ({error})")
+                self._on_damage(
+                    PublishError(f"the chain in the bucket is damaged ({error})")
+                )
         self._ledger.spend("anchor", time.perf_counter() - start)

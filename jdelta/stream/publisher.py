@@ -18,15 +18,17 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jdelta.bucket import Bucket, open_bucket
 from jdelta.errors import (
     DeltaOverflowError,
+    GapError,
     JDeltaError,
     PublishError,
+    StateMismatchError,
     TreeError,
     WaitTimeoutError,
 )
@@ -35,21 +37,34 @@ from jdelta.stream.anchors import AnchorMaker
 from jdelta.stream.backlog import Backlog, Item, WhenBehind
 from jdelta.stream.commit import claim_epoch
 from jdelta.stream.committer import Committer
+from jdelta.stream.follow import Follower
 from jdelta.stream.ledger import Ledger
 from jdelta.stream.records import CommitRecord, PublisherStats
-from jdelta.wire.dtypes import TensorSpec
+from jdelta.wire._documents import MAX_INT
 
 _log = logging.getLogger(__name__)
+
+MAX_HANDED = 8
+"""Deltas that may be on their way from the device, holding its memory."""
 
 
 @dataclasses.dataclass
 class _Handed:
-    """What `publish` took: a delta, or copies of whole weights."""
+    """What `publish` took: a delta, or copies of whole weights and a delta's marks."""
 
     delta: Any
     whole: dict[str, Any] | None
     step: int | None
     at: float
+
+
+@dataclasses.dataclass
+class _Rescue:
+    """Whole weights to fall back on, until the delta they came with is safe."""
+
+    params: Any
+    step: int | None
+    delta: Any
 
 
 class Publisher:
@@ -74,6 +89,7 @@ class Publisher:
         spool: Folder for "spill"; None for a temporary one.
         spool_bytes: Bound on the spool; past it the newest two are merged.
         run: Insist on this run id (and create the run with it).
+        step: The trainer's step that `params` are of, if they become a version.
         on_commit: Called with a `CommitRecord` after each commit, on the commit thread.
 
     Raises:
@@ -103,6 +119,7 @@ class Publisher:
         spool: str | Path | None = None,
         spool_bytes: int = 16 << 30,
         run: str | None = None,
+        step: int | None = None,
         on_commit: Callable[[CommitRecord], None] | None = None,
     ):
         """Claims the run's next epoch and takes a copy of `params`."""
@@ -112,6 +129,7 @@ class Publisher:
         )
         # All that can be wrong is, before the claim stops an earlier publisher.
         AnchorMaker.check(anchor_every, anchor_share)
+        step = _checked_step(step)
         leaves = source.named_leaves(params)
         self._specs = source.specs_of(leaves)
         first = source.snapshot(leaves)
@@ -135,12 +153,16 @@ class Publisher:
         # Guarded by the ledger's condition.
         self._incoming: deque[_Handed] = deque()
         self._copying = False
-        self._needs_whole: str | None = None  # why the next publish must bring them
+        self._asked: JDeltaError | None = None  # why whole weights must come next
         self._dropping = False  # deltas are useless until whole weights come
         self._checked: Any = None  # the spec of the last delta that was checked
-        self._params: Any = None  # of the last publish; donated ones are not used
+        self._rescue: _Rescue | None = None  # of the last publish
+        # Held while something is handed over; the user's `params()` runs under it.
+        self._handing = threading.RLock()
 
-        self._committer.start(Item(changes=None, whole=first, step=None, merged=0))
+        self._follower = Follower(self._specs)
+        self._follower.reset(first)
+        self._committer.start(Item(changes=None, whole=first, step=step, merged=0))
         self._thread = threading.Thread(
             target=self._copy_loop, name="jdelta-copy", daemon=True
         )
@@ -170,35 +192,47 @@ class Publisher:
 
         Args:
             delta: A `jdelta.Delta` (an output of the jitted step, not waited for), or a
-                dict of `jdelta.wire.Changes` by published name. Deltas follow each
-                other without gaps.
+                dict of `jdelta.wire.changes.Changes` by published name, which is
+                copied. Each starts from what the one before led to. One that does not
+                is left out and whole weights are asked for: with deltas of
+                `jdelta.extract` always, with others as far as their bits before differ
+                from a sample of 4 M published elements (all, in a smaller tree).
             step: The trainer's step, for the manifest: a host integer.
             params: The weights after this step, in the published dtypes, or a function
-                that returns them. Looked at only when whole weights are needed (an
-                earlier delta overflowed its capacity, or the chain in the bucket was
-                damaged): then they are copied on the device, without waiting, and
-                written as an anchor.
+                that returns them. Looked at only when whole weights are needed (a delta
+                overflowed its capacity or did not follow, or the chain in the bucket
+                was damaged): then they are copied on the device, without waiting, and
+                written as an anchor. Kept until the delta is on the host.
+
+        Waits only while `MAX_HANDED` deltas are on their way from the device.
 
         Raises:
             PublishError: something failed in the background since the last call. This
                 delta was accepted all the same and committing is retried.
-            DeltaOverflowError: whole weights are needed and `params` was not given; the
-                delta was not accepted.
-            TreeError: not a delta of the published tree; not accepted.
+            DeltaOverflowError, GapError: whole weights are needed, because a delta did
+                not fit or did not follow, and `params` was not given; the delta was not
+                accepted.
+            TreeError: not a delta of the published tree; not accepted, and nothing is
+                changed by the call.
             FencedError: another publisher took over; nothing more is accepted.
         """
         at = time.perf_counter()
-        step = None if step is None else operator.index(step)
-        with self._ledger.changed:
+        step = _checked_step(step)
+        with self._handing:
             self._ledger.check(self._bucket.url, self.version)
-            if self._needs_whole is not None:
-                self._hand_whole(params, step, at)
+            self._check(delta)
+            if self._asked is not None:
+                # Older weights cannot make up for a delta that is left out now.
+                self._rescue = None
+                self._hand_whole(_Rescue(params, step, delta), at)
             else:
-                self._check(delta)
-                self._incoming.append(_Handed(delta, None, step, at))
-            self._params = params
+                delta = source.own_delta(delta)
+                with self._ledger.changed:
+                    self._make_room()
+                    self._incoming.append(_Handed(delta, None, step, at))
+                    self._rescue = _Rescue(params, step, delta)
+                    self._ledger.changed.notify_all()
             self._ledger.count("published")
-            self._ledger.changed.notify_all()
         failure = self._ledger.take_failure()
         if failure is not None:
             raise PublishError(
@@ -215,17 +249,19 @@ class Publisher:
         Raises:
             WaitTimeoutError: the bucket did not take it in time.
             PublishError: it cannot be committed.
-            DeltaOverflowError: whole weights are needed and the last `params` given to
-                `publish` are gone.
+            DeltaOverflowError, GapError: whole weights are needed, and no `params` came
+                with the last `publish` or they are gone.
         """
         deadline = time.monotonic() + timeout
-        with self._ledger.changed:
-            while True:
+        while True:
+            with self._handing:
                 self._ledger.check(self._bucket.url, self.version)
-                if self._needs_whole is not None and not self._waiting():
-                    self._hand_whole(self._params, None, time.perf_counter())
-                    self._ledger.changed.notify_all()
-                if not self._waiting():
+                if self._asked is not None and not self._waiting():
+                    rescue = self._rescue or _Rescue(None, None, None)
+                    self._hand_whole(rescue, time.perf_counter())
+            with self._ledger.changed:
+                if not self._waiting() and self._asked is None:
+                    self._ledger.check(self._bucket.url, self.version)
                     return self.version or 0
                 left = deadline - time.monotonic()
                 if left <= 0:
@@ -236,7 +272,8 @@ class Publisher:
                         f"{self.version} is the newest"
                         + (f" ({failure})" if failure else "")
                     )
-                self._ledger.changed.wait(left)
+                if self._waiting():
+                    self._ledger.changed.wait(left)
 
     def close(self, timeout: float = 60.0) -> None:
         """Commits what was handed over and ends the threads.
@@ -248,7 +285,7 @@ class Publisher:
             PublishError: something could not be committed; readers stay at the last
                 committed version, which is whole.
             WaitTimeoutError: the bucket did not take everything in time.
-            DeltaOverflowError: see `flush`.
+            DeltaOverflowError, GapError: see `flush`.
         """
         with self._ledger.changed:
             if self._ledger.closed:
@@ -265,7 +302,7 @@ class Publisher:
             for part in (self._thread, self._committer):
                 part.join(left)
             self._backlog.close()
-            self._params = None
+            self._rescue = None
             atexit.unregister(self._at_exit)
         failure = self._ledger.take_failure()
         if failure is not None:
@@ -294,43 +331,56 @@ class Publisher:
                 published=counters.get("published", 0),
                 merged=counters.get("merged", 0),
                 overflowed=counters.get("overflowed", 0),
+                gaps=counters.get("gaps", 0),
                 failures=counters.get("failures", 0),
                 waiting=self._waiting(),
                 bytes_written=self._epoch.written(),
                 times=dict(self._ledger.times),
             )
 
-    # -- the hand-over; the caller holds the ledger's condition
+    # -- the hand-over
 
     def _waiting(self) -> int:
-        busy = int(self._copying) + int(self._committer.busy)
-        return len(self._incoming) + len(self._backlog) + busy
+        with self._ledger.changed:
+            busy = int(self._copying) + int(self._committer.busy)
+            return len(self._incoming) + len(self._backlog) + busy
+
+    def _make_room(self) -> None:
+        """Bounds the deltas that hold device memory; never waits for the bucket."""
+        self._ledger.changed.wait_for(
+            lambda: (
+                len(self._incoming) < MAX_HANDED
+                or self._ledger.closed
+                or self._ledger.fatal
+            )
+        )
+        self._ledger.check(self._bucket.url, self.version)
 
     def _check(self, delta: Any) -> None:
-        """Checks a delta's tree (once for each compiled step) and starts its copy."""
+        """Checks a delta's tree (once for each compiled step)."""
+        source.refuse_traced(delta)
         spec = getattr(delta, "spec", None)
         if spec is None or spec is not self._checked:
-            try:
-                source.check_delta(delta, self._specs)
-            except TreeError as error:
-                # Whatever it said of the weights is missing from now on.
-                self._needs_whole = f"a delta was refused ({error})"
-                raise
+            source.check_delta(delta, self._specs)
             self._checked = spec
-        if spec is not None:
-            delta.start_copy()
 
-    def _hand_whole(self, params: Any, step: int | None, at: float) -> None:
+    def _hand_whole(self, rescue: _Rescue, at: float) -> None:
+        """Hands whole weights over; the caller holds `_handing`."""
+        asked = self._asked
+        if asked is None:
+            return
+        params = rescue.params
         if params is None:
-            raise DeltaOverflowError(
-                f"whole weights are needed because {self._needs_whole}: call publish "
-                "with params= (the weights after the step); this delta was not accepted"
+            raise type(asked)(
+                f"whole weights are needed: {asked}; call publish with params= (the "
+                "weights after the step); a delta alone is not accepted"
             )
-        leaves = source.named_leaves(params() if callable(params) else params)
+        params = params() if callable(params) else params
+        leaves = source.named_leaves(params)
         if any(getattr(leaf, "is_deleted", bool)() for leaf in leaves.values()):
-            raise DeltaOverflowError(
-                f"whole weights are needed because {self._needs_whole}, and the last "
-                "params were donated since: call publish once more with params="
+            raise type(asked)(
+                f"whole weights are needed: {asked}; the last params were donated "
+                "since: call publish once more with params="
             )
         if source.specs_of(leaves) != self._specs:
             raise TreeError(
@@ -338,15 +388,18 @@ class Publisher:
                 "dtypes (jdelta.published(opt_state, params) for a wrapped optimizer)"
             )
         whole = source.device_copy(leaves)
-        self._incoming.append(_Handed(None, whole, step, at))
-        self._needs_whole = None
+        with self._ledger.changed:
+            # Deltas that still wait hold nothing that these weights do not.
+            self._incoming.append(_Handed(rescue.delta, whole, rescue.step, at))
+            self._asked = self._rescue = None
+            self._ledger.changed.notify_all()
 
-    def _ask_whole(self, why: str) -> None:
+    def _ask_whole(self, asked: JDeltaError) -> None:
         """Deltas are dropped until whole weights come (any thread)."""
         with self._ledger.changed:
             self._dropping = True
             if not any(handed.whole is not None for handed in self._incoming):
-                self._needs_whole = why
+                self._asked = self._asked or asked
             self._ledger.changed.notify_all()
 
     # -- the copy thread
@@ -360,45 +413,66 @@ class Publisher:
                     return
                 handed = self._incoming.popleft()
                 self._copying = True
+                changed.notify_all()
             try:
-                self._keep(_copy(handed, self._specs))
-            except DeltaOverflowError as error:
+                self._take(handed)
+            except (DeltaOverflowError, GapError) as error:
                 _log.warning("a whole version comes next: %s", error)
-                self._ledger.count("overflowed")
-                self._ask_whole(str(error))
+                self._ledger.count(
+                    "gaps" if isinstance(error, GapError) else "overflowed"
+                )
+                self._ask_whole(error)
             except Exception as error:  # a failed device array, a full spool
                 self._ledger.fail(error)
-                self._ask_whole(f"a delta was lost ({error})")
+                self._ask_whole(PublishError(f"a delta was lost ({error})"))
             del handed  # lets go of the device's buffers
             with changed:
                 self._copying = False
                 changed.notify_all()
 
-    def _keep(self, item: Item) -> None:
-        with self._ledger.changed:
-            if item.whole is not None:
+    def _take(self, handed: _Handed) -> None:
+        """Copies what was handed over to the host, into the backlog."""
+        start = time.perf_counter()
+        changes = whole = None
+        if handed.whole is not None:
+            whole = source.host_bits(handed.whole)
+            self._follower.reset(whole, source.marks_of(handed.delta))
+            with self._ledger.changed:
                 self._dropping = False
-            elif self._dropping:
-                return
-        if self._backlog.push(item):
-            self._ledger.count("merged")
+        else:
+            with self._ledger.changed:
+                if self._dropping:
+                    return
+            changes = source.to_changes(handed.delta)
+            self._follower.check(changes, source.marks_of(handed.delta))
+        item = Item(
+            changes=changes,
+            whole=whole,
+            step=handed.step,
+            handed=handed.at,
+            copy_seconds=time.perf_counter() - start,
+        )
+        try:
+            if self._backlog.push(item):
+                self._ledger.count("merged")
+        except StateMismatchError as error:
+            raise GapError(
+                f"this delta does not follow the last one: {error}"
+            ) from None
+        with self._ledger.changed:
+            # Its weights are safe: whatever the user's `params` holds may go.
+            if self._rescue is not None and self._rescue.delta is handed.delta:
+                self._rescue = None
         self._ledger.spend("copy", item.copy_seconds)
 
 
-def _copy(handed: _Handed, specs: Mapping[str, TensorSpec]) -> Item:
-    start = time.perf_counter()
-    changes = whole = None
-    if handed.whole is not None:
-        whole = source.host_bits(handed.whole)
-    else:
-        changes = source.to_changes(handed.delta, specs)
-    return Item(
-        changes=changes,
-        whole=whole,
-        step=handed.step,
-        handed=handed.at,
-        copy_seconds=time.perf_counter() - start,
-    )
+def _checked_step(step: Any) -> int | None:
+    if step is None:
+        return None
+    number = operator.index(step)
+    if not 0 <= number <= MAX_INT:
+        raise ValueError(f"step must be 0 to {MAX_INT}, got {number}")
+    return number
 
 
 def _close_at_exit(publisher: Publisher) -> Callable[[], None]:

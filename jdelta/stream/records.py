@@ -47,6 +47,7 @@ class PublisherStats:
         published: Deltas handed to `publish`.
         merged: Deltas that were merged into another because the bucket was behind.
         overflowed: Deltas that overflowed their capacity.
+        gaps: Deltas left out because they did not follow the last one published.
         failures: Attempts of the background threads that failed (and were retried).
         waiting: Deltas handed over and not yet committed.
         bytes_written: Bytes put into the bucket, by kind: delta, anchor, manifest,
@@ -58,6 +59,7 @@ class PublisherStats:
     published: int
     merged: int
     overflowed: int
+    gaps: int
     failures: int
     waiting: int
     bytes_written: dict[str, int]

@@ -122,24 +122,53 @@ def _to_host(leaf: Any) -> np.ndarray:
     return leaf if isinstance(leaf, np.ndarray) else sys.modules["jax"].device_get(leaf)
 
 
-def delta_tree(delta: Any) -> dict[str, TensorSpec] | None:
-    """The tree a delta was made for, by name; None for a dict of `Changes`."""
+def refuse_traced(delta: Any) -> None:
+    """Raises TreeError for a delta of a jitted function that is still being traced."""
+    jax = sys.modules.get("jax")
+    if jax is not None and any(
+        isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(delta)
+    ):
+        raise TreeError(
+            "publish was called inside a jitted function: return the delta from it and "
+            "publish it outside"
+        )
+
+
+def own_delta(delta: Any) -> Any:
+    """A delta that the caller's later writes cannot change; starts a device's copy."""
     if isinstance(delta, Mapping):
-        return None
-    return {leaf.name: tensor_spec(leaf.name, leaf) for leaf in delta.spec}
+        return {
+            name: Changes(*(array.copy() for array in changes))
+            for name, changes in delta.items()
+            if len(changes.positions)
+        }
+    delta.start_copy()
+    return delta
+
+
+def marks_of(delta: Any) -> np.ndarray | None:
+    """Which snapshots a delta leads from and to, u32[2, 2]. Blocks; None for none."""
+    marks = getattr(delta, "marks", None)
+    return None if marks is None else _to_host(marks)
 
 
 def check_delta(delta: Any, specs: Mapping[str, TensorSpec]) -> None:
     """Raises TreeError unless `delta` is a delta of the published tree."""
-    tree = delta_tree(delta)
-    if tree is None:
+    if isinstance(delta, Mapping):
         for name, changes in delta.items():
             if name not in specs or not isinstance(changes, Changes):
                 raise TreeError(
                     f"{name!r}: expected Changes of a published tensor, got "
                     f"{type(changes).__name__}"
                 )
+            _check_changes(specs[name], changes)
         return
+    if not hasattr(delta, "spec"):
+        raise TreeError(
+            f"publish expects a Delta, or a dict of jdelta.wire.changes.Changes by "
+            f"name, got a {type(delta).__name__}; whole weights go into params="
+        )
+    tree = {leaf.name: tensor_spec(leaf.name, leaf) for leaf in delta.spec}
     for name in tree.keys() | specs.keys():
         if tree.get(name) != specs.get(name):
             raise TreeError(
@@ -150,17 +179,14 @@ def check_delta(delta: Any, specs: Mapping[str, TensorSpec]) -> None:
             )
 
 
-def to_changes(delta: Any, specs: Mapping[str, TensorSpec]) -> dict[str, Changes]:
+def to_changes(delta: Any) -> dict[str, Changes]:
     """A delta's changes on the host. Blocks until they are computed.
 
     Raises:
         DeltaOverflowError: the delta's capacity did not hold them.
-        TreeError: changes given as arrays are not changes of their tensor.
     """
     if isinstance(delta, Mapping):
-        for name, changes in delta.items():
-            _check_changes(specs[name], changes)
-        return {name: c for name, c in delta.items() if len(c.positions)}
+        return dict(delta)
     return {name: Changes(*arrays) for name, arrays in delta.to_host().items()}
 
 

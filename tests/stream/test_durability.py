@@ -343,7 +343,7 @@ def test_a_fenced_publisher_is_told_at_every_call(trainer, tools, bucket):
     new = trainer.open(bucket)
     trainer.publish(new)
     new.flush()
-    trainer.publish(old)
+    old.publish({}, step=1)
     tools.wait_until(lambda: old._ledger.fatal is not None)
     for _ in range(2):
         with pytest.raises(FencedError, match="epoch 2"):

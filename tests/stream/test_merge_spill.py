@@ -120,7 +120,7 @@ def test_spill_keeps_whole_weights_too(trainer, tools, bucket, tmp_path):
         trainer.publish(pub)
         trainer.publish(pub)
         tools.wait_until(lambda: not pub._incoming and not pub._copying)
-        pub._ask_whole("the test wants it")
+        pub._ask_whole(PublishError("the test wants it"))
         trainer.publish(pub, params=trainer.weights)
         trainer.publish(pub)
         tools.wait_until(lambda: not pub._incoming and not pub._copying)
