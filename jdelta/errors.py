@@ -93,4 +93,8 @@ class BucketDeniedError(BucketError):
 
 
 class BucketUnavailableError(BucketError):
-    """The bucket could not be reached or is full; the same call may succeed later."""
+    """The bucket could not be reached; the same call may succeed later."""
+
+
+class BucketFullError(BucketUnavailableError):
+    """The bucket, or the disk an anchor is prepared on, has no room left."""

@@ -22,6 +22,7 @@ from jdelta.bucket.protocol import Data
 from jdelta.errors import (
     BucketDeniedError,
     BucketError,
+    BucketFullError,
     BucketUnavailableError,
     ObjectNotFoundError,
 )
@@ -47,11 +48,7 @@ _DENIED = {
     errno.EINVAL: "not accepted by the file system",
     errno.ENXIO: "no regular file",
 }
-_UNAVAILABLE = {
-    errno.ENOSPC: "disk full",
-    errno.EDQUOT: "disk quota used up",
-    errno.EIO: "input/output error",
-}
+_FULL = {errno.ENOSPC: "disk full", errno.EDQUOT: "disk quota used up"}
 
 
 def bucket_error(error: OSError, where: str) -> BucketError:
@@ -61,9 +58,9 @@ def bucket_error(error: OSError, where: str) -> BucketError:
         return ObjectNotFoundError(f"{where}: no such object")
     if code in _DENIED:
         return BucketDeniedError(f"{where}: {_DENIED[code]} ({error})")
-    return BucketUnavailableError(
-        f"{where}: {_UNAVAILABLE.get(code, 'the file system failed')} ({error})"
-    )
+    if code in _FULL:
+        return BucketFullError(f"{where}: {_FULL[code]} ({error})")
+    return BucketUnavailableError(f"{where}: the file system failed ({error})")
 
 
 @contextlib.contextmanager

@@ -4,7 +4,13 @@ from __future__ import annotations
 
 import threading
 
-from jdelta.errors import FormatError, JDeltaError, PublishError
+from jdelta.errors import (
+    BucketFullError,
+    BucketUnavailableError,
+    FormatError,
+    JDeltaError,
+    PublishError,
+)
 
 
 class Ledger:
@@ -41,10 +47,15 @@ class Ledger:
             self.times[stage] = self.times.get(stage, 0.0) + seconds
 
     def fail(self, error: BaseException) -> None:
-        """Notes a failure for the next call to surface."""
+        """Notes a failure; the next call surfaces it if the user has to act on it.
+
+        A bucket that cannot be reached for a while is retried and no news.
+        """
+        passing = isinstance(error, BucketUnavailableError)
         with self.changed:
             self.count("failures")
-            self.failure = error
+            if not passing or isinstance(error, BucketFullError):
+                self.failure = error
             self.changed.notify_all()
 
     def stop(self, error: BaseException) -> None:

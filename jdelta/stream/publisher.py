@@ -207,8 +207,10 @@ class Publisher:
         Waits only while `MAX_HANDED` deltas are on their way from the device.
 
         Raises:
-            PublishError: something failed in the background since the last call. This
-                delta was accepted all the same and committing is retried.
+            PublishError: something failed in the background since the last call that
+                somebody must act on (no permission, a full disk). This delta was
+                accepted all the same and committing is retried. A bucket that cannot be
+                reached is retried without an error: see `stats().trouble`.
             DeltaOverflowError, GapError: whole weights are needed, because a delta did
                 not fit or did not follow, and `params` was not given; the delta was not
                 accepted.
@@ -333,6 +335,9 @@ class Publisher:
                 overflowed=counters.get("overflowed", 0),
                 gaps=counters.get("gaps", 0),
                 failures=counters.get("failures", 0),
+                trouble=None
+                if self._ledger.trouble is None
+                else str(self._ledger.trouble),
                 waiting=self._waiting(),
                 bytes_written=self._epoch.written(),
                 times=dict(self._ledger.times),

@@ -49,6 +49,8 @@ class PublisherStats:
         overflowed: Deltas that overflowed their capacity.
         gaps: Deltas left out because they did not follow the last one published.
         failures: Attempts of the background threads that failed (and were retried).
+        trouble: What holds committing up right now (a bucket that cannot be reached is
+            retried without an error); None while all is well.
         waiting: Deltas handed over and not yet committed.
         bytes_written: Bytes put into the bucket, by kind: delta, anchor, manifest,
             pointer, control.
@@ -61,6 +63,7 @@ class PublisherStats:
     overflowed: int
     gaps: int
     failures: int
+    trouble: str | None
     waiting: int
     bytes_written: dict[str, int]
     times: dict[str, float]

@@ -19,6 +19,7 @@ from jdelta.bucket._files import bucket_error
 from jdelta.errors import (
     BucketDeniedError,
     BucketError,
+    BucketFullError,
     BucketUnavailableError,
     ObjectChangedError,
     ObjectExistsError,
@@ -300,8 +301,8 @@ def test_a_tree_deeper_than_names_reach_is_listed(root, bucket):
         (errno.EACCES, BucketDeniedError),
         (errno.EPERM, BucketDeniedError),
         (errno.EROFS, BucketDeniedError),
-        (errno.ENOSPC, BucketUnavailableError),
-        (errno.EDQUOT, BucketUnavailableError),
+        (errno.ENOSPC, BucketFullError),
+        (errno.EDQUOT, BucketFullError),
         (errno.EIO, BucketUnavailableError),
         (errno.ESTALE, BucketUnavailableError),
         (errno.EMFILE, BucketUnavailableError),

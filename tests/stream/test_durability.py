@@ -7,6 +7,7 @@ import pytest
 from jdelta.errors import (
     BucketDeniedError,
     BucketError,
+    BucketFullError,
     BucketUnavailableError,
     FencedError,
     JDeltaError,
@@ -210,7 +211,10 @@ def test_a_bucket_that_is_down_for_long(error, trainer, tools, bucket):
             if step < 3:  # it fails anew each time, which is not news
                 before = switch.failed
                 tools.wait_until(lambda b=before: switch.failed > b, what="a try")
-        assert surfaced == 1, f"episode {episode} surfaced {surfaced} times"
+        # What passes by itself is no news for the training loop.
+        told = 1 if error is BucketDeniedError else 0
+        assert surfaced == told, f"episode {episode} surfaced {surfaced} times"
+        assert "failed" in pub.stats().trouble
         # One is being committed, everything else has become one.
         tools.wait_until(lambda: not pub._incoming and not pub._copying)
         assert len(pub._backlog) == 1
@@ -222,6 +226,7 @@ def test_a_bucket_that_is_down_for_long(error, trainer, tools, bucket):
         switch.down = False
         switch.failed = 0
         pub.flush()
+        assert pub.stats().trouble is None
         weights, manifest = load(bucket)
         assert manifest.step == trainer.step
         trainer.check(weights, manifest)
@@ -260,8 +265,7 @@ def test_close_with_a_dead_bucket_ends_in_time_and_says_why(trainer, tools, buck
     switch.down = True
     trainer.publish(pub)
     tools.wait_until(lambda: switch.failed)
-    with pytest.raises(PublishError):
-        trainer.publish(pub)
+    trainer.publish(pub)
     start = time.monotonic()
     with pytest.raises(WaitTimeoutError, match=r"2 deltas wait.*request"):
         pub.close(timeout=0.5)
@@ -285,7 +289,7 @@ def test_a_full_disk_while_an_anchor_is_being_made(trainer, tools, bucket, tmp_p
         def scratch(self):
             if self.failures:
                 self.failures -= 1
-                raise BucketUnavailableError("disk full")
+                raise BucketFullError("disk full")
             return tmp_path
 
     full = NoScratch(bucket)
