@@ -1,8 +1,12 @@
 """What was published and is not committed yet: merged, or spooled to disk.
 
-Nothing is ever dropped. With "merge" at most one item waits, holding everything since
-the last commit. With "spill" each waits on its own, all but the first on disk; past the
-spool's bound, or where the disk takes no more, the newest two are merged.
+With "merge" everything since the last commit becomes one version. With "spill" each
+waits on its own, all but the first on disk; past the spool's bound, or where the disk
+takes no more, the newest become one.
+
+What becomes one version waits as runs of falling size, as in a log-structured merge
+tree (O'Neil et al., 1996): a delta is merged a logarithmic number of times, however
+much waits already.
 """
 
 from __future__ import annotations
@@ -14,12 +18,14 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 import numpy as np
 
 from jdelta.wire.changes import Changes, merge
+from jdelta.wire.dtypes import TensorSpec
 
 _log = logging.getLogger(__name__)
 
@@ -83,27 +89,80 @@ def join(first: Item, second: Item) -> Item:
     )
 
 
+class Runs:
+    """Items that become one version: from the oldest and largest to the newest."""
+
+    def __init__(self, first: Item):
+        """Starts with one item."""
+        self._items = [first]
+
+    @property
+    def nbytes(self) -> int:
+        """Host memory they take."""
+        return sum(item.nbytes for item in self._items)
+
+    @property
+    def whole(self) -> bool:
+        """Whether they hold whole weights: then they grow no more."""
+        return self._items[0].whole is not None
+
+    def push(self, item: Item) -> None:
+        """Adds the newest item.
+
+        Raises:
+            StateMismatchError: it, or the one before, does not follow; left out.
+        """
+        items = self._items
+        while items and (
+            item.whole is not None
+            or items[-1].whole is not None
+            or items[-1].nbytes < 2 * item.nbytes
+        ):
+            item = join(items[-1], item)
+            items.pop()
+        items.append(item)
+
+    def merged(self) -> Item:
+        """All as one item.
+
+        Raises:
+            StateMismatchError: two do not follow each other.
+        """
+        item = self._items[-1]
+        for older in reversed(self._items[:-1]):
+            item = join(older, item)
+        return item
+
+
 class Backlog:
     """Items waiting for the commit thread. Thread-safe: merging holds up nobody else.
 
     Args:
+        specs: The published tree.
         when_behind: "merge" or "spill".
         spool: Folder for spilled items; None makes a temporary one when needed.
         spool_bytes: Bound on the spool.
     """
 
-    def __init__(self, when_behind: WhenBehind, spool: Path | None, spool_bytes: int):
+    def __init__(
+        self,
+        specs: Mapping[str, TensorSpec],
+        when_behind: WhenBehind,
+        spool: Path | None,
+        spool_bytes: int,
+    ):
         """Starts empty; touches the disk only when something is spilled."""
         if when_behind not in ("merge", "spill"):
             raise ValueError(
                 f"when_behind must be 'merge' or 'spill', got {when_behind!r}"
             )
+        self._whole_bytes = sum(spec.nbytes for spec in specs.values())
         self._spill = when_behind == "spill"
         self._parent = spool
         self._folder: Path | None = None
         self._bound = spool_bytes
         self._spooled = 0
-        self._items: deque[Item | Path] = deque()
+        self._items: deque[Runs | Path] = deque()
         self._serial = 0
         self._complained = False
         self._lock = threading.Lock()
@@ -112,24 +171,47 @@ class Backlog:
         """How many versions wait."""
         return len(self._items)
 
+    @property
+    def heavy(self) -> bool:
+        """Whether the deltas in memory take more of it than whole weights would."""
+        with self._lock:
+            last = self._items[-1] if self._items else None
+            return (
+                isinstance(last, Runs)
+                and not last.whole
+                and last.nbytes > self._whole_bytes
+            )
+
     def push(self, item: Item) -> bool:
-        """Adds an item; returns whether it was merged into the one before."""
+        """Adds an item; returns whether it joins the version of the one before.
+
+        Raises:
+            StateMismatchError: it, or the one before, does not follow; left out.
+        """
         with self._lock:
             if not self._items:
-                self._items.append(item)
+                self._items.append(Runs(item))
                 return False
             if self._spill and self._spilled(item):
                 return False
-            self._items[-1] = self._load(self._items[-1])
-            self._items[-1] = join(self._items[-1], item)
-            return True
+            last = self._items[-1]
+            if isinstance(last, Runs):
+                last.push(item)
+                return True
+            self._items.append(Runs(item))
+            return False
 
     def pop(self) -> Item:
-        """Takes the oldest item."""
+        """Takes the oldest version.
+
+        Raises:
+            StateMismatchError: its deltas do not follow each other; it is dropped.
+        """
         with self._lock:
-            item = self._load(self._items[0])
-            self._items.popleft()
-            return item
+            first = self._items.popleft()
+        if isinstance(first, Runs):
+            return first.merged()
+        return self._load(first)
 
     def close(self) -> None:
         """Removes the spool."""
@@ -143,21 +225,18 @@ class Backlog:
         """Adds an item on disk, if there is room for it."""
         try:
             last = self._items[-1]
-            if isinstance(last, Item) and len(self._items) > 1:
+            if isinstance(last, Runs) and len(self._items) > 1:
                 # Merged here when there was no room; only the first stays in memory.
-                if not self._fits(last):
+                if self._spooled + last.nbytes > self._bound:
                     return False
-                self._items[-1] = self._save(last)
-            if not self._fits(item):
+                self._items[-1] = self._save(last.merged())
+            if self._spooled + item.nbytes > self._bound:
                 return False
             self._items.append(self._save(item))
             return True
         except OSError as error:
             self._complain(error)
             return False
-
-    def _fits(self, item: Item) -> bool:
-        return self._spooled + item.nbytes <= self._bound
 
     def _save(self, item: Item) -> Path:
         if self._folder is None:
@@ -200,10 +279,8 @@ class Backlog:
             _log.warning("merging: the spool %s cannot be written: %s", where, error)
         self._complained = True
 
-    def _load(self, item: Item | Path) -> Item:
-        if isinstance(item, Item):
-            return item
-        with np.load(item, allow_pickle=False) as z:
+    def _load(self, path: Path) -> Item:
+        with np.load(path, allow_pickle=False) as z:
             names = [str(name) for name in z["names"]]
             is_whole = bool(z["whole"])
             changes = whole = None
@@ -222,6 +299,7 @@ class Backlog:
                 copy_seconds=float(z["clock"][1]),
                 merged=int(z["merged"]),
             )
-        self._spooled -= item.stat().st_size
-        item.unlink()
+        with self._lock:
+            self._spooled -= path.stat().st_size
+        path.unlink()
         return loaded

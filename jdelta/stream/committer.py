@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from safetensors import SafetensorError
 
-from jdelta.errors import BucketError, FormatError
+from jdelta.errors import BucketError, FormatError, GapError, StateMismatchError
 from jdelta.stream.anchors import AnchorMaker
 from jdelta.stream.backlog import Backlog, Item
 from jdelta.stream.commit import Attempt, Epoch
@@ -38,6 +38,7 @@ class Committer:
         backlog: What waits.
         ledger: The publisher's shared state.
         anchors: Told of every commit.
+        on_gap: Told of deltas that did not follow each other and are dropped.
         on_commit: The user's callback.
     """
 
@@ -48,6 +49,7 @@ class Committer:
         backlog: Backlog,
         ledger: Ledger,
         anchors: AnchorMaker,
+        on_gap: Callable[[GapError], None],
         on_commit: Callable[[CommitRecord], None] | None,
     ):
         """Prepares; `start` begins."""
@@ -57,6 +59,7 @@ class Committer:
         self._backlog = backlog
         self._ledger = ledger
         self._anchors = anchors
+        self._on_gap = on_gap
         self._on_commit = on_commit
         self._episode: Exception | None = None  # the first failure since a success
         self.busy = True  # guarded by the ledger; the first item is on its way
@@ -86,7 +89,12 @@ class Committer:
                     if self._ledger.closed:
                         return  # close waited for the backlog, or gave up on it
                     self.busy = True
-                going = self._commit(self._backlog.pop())
+                try:
+                    item = self._backlog.pop()
+                except StateMismatchError as error:
+                    self._on_gap(GapError(f"deltas do not follow each other: {error}"))
+                    continue
+                going = self._commit(item)
         except BaseException as error:
             _log.warning("publishing to %s stopped: %r", self._epoch.bucket.url, error)
             self._ledger.stop(error)

@@ -124,14 +124,13 @@ class Publisher:
     ):
         """Claims the run's next epoch and takes a copy of `params`."""
         self._bucket = open_bucket(bucket)
-        self._backlog = Backlog(
-            when_behind, None if spool is None else Path(spool), spool_bytes
-        )
         # All that can be wrong is, before the claim stops an earlier publisher.
         AnchorMaker.check(anchor_every, anchor_share)
         step = _checked_step(step)
         leaves = source.named_leaves(params)
         self._specs = source.specs_of(leaves)
+        folder = None if spool is None else Path(spool)
+        self._backlog = Backlog(self._specs, when_behind, folder, spool_bytes)
         first = source.snapshot(leaves)
         self._ledger = Ledger()
         self._epoch = claim_epoch(self._bucket, self._specs, run)
@@ -148,6 +147,7 @@ class Publisher:
             self._backlog,
             self._ledger,
             self._anchors,
+            self._ask_whole,
             on_commit,
         )
         # Guarded by the ledger's condition.
@@ -200,9 +200,10 @@ class Publisher:
             step: The trainer's step, for the manifest: a host integer.
             params: The weights after this step, in the published dtypes, or a function
                 that returns them. Looked at only when whole weights are needed (a delta
-                overflowed its capacity or did not follow, or the chain in the bucket
-                was damaged): then they are copied on the device, without waiting, and
-                written as an anchor. Kept until the delta is on the host.
+                overflowed its capacity or did not follow, the chain in the bucket was
+                damaged, or the deltas that wait for it take more memory than weights):
+                then they are copied on the device, without waiting, and written as an
+                anchor. Kept until the delta is on the host.
 
         Waits only while `MAX_HANDED` deltas are on their way from the device.
 
@@ -223,7 +224,8 @@ class Publisher:
         with self._handing:
             self._ledger.check(self._bucket.url, self.version)
             self._check(delta)
-            if self._asked is not None:
+            heavy = params is not None and self._backlog.heavy
+            if self._asked is not None or heavy:
                 # Older weights cannot make up for a delta that is left out now.
                 self._rescue = None
                 self._hand_whole(_Rescue(params, step, delta), at)
@@ -371,10 +373,10 @@ class Publisher:
 
     def _hand_whole(self, rescue: _Rescue, at: float) -> None:
         """Hands whole weights over; the caller holds `_handing`."""
-        asked = self._asked
-        if asked is None:
-            return
-        params = rescue.params
+        asked, params = (
+            self._asked or PublishError("the bucket is behind"),
+            rescue.params,
+        )
         if params is None:
             raise type(asked)(
                 f"whole weights are needed: {asked}; call publish with params= (the "

@@ -90,7 +90,9 @@ class _Side(NamedTuple):
 
 def _merged(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, _Side, _Side]:
     """The sorted union of two strictly increasing sequences of positions."""
-    joined = np.concatenate([a, b], dtype=np.int64, casting="unsafe")
+    narrow = all(p.dtype.kind == "u" and p.dtype.itemsize <= 4 for p in (a, b))
+    dtype = np.uint32 if narrow else np.int64
+    joined = np.concatenate([a, b], dtype=dtype, casting="unsafe")
     # Stable sorting of two sorted runs is one merge, and keeps `a` before `b`.
     ranks = np.argsort(joined, kind="stable")
     ordered = joined[ranks]

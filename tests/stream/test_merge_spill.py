@@ -9,9 +9,11 @@ import pytest
 
 from jdelta.errors import PublishError, StateMismatchError
 from jdelta.stream import Subscriber, load
-from jdelta.stream.backlog import Backlog, Item, join
+from jdelta.stream import backlog as backlog_module
+from jdelta.stream.backlog import Backlog, Item, Runs, join
 from jdelta.testing import FaultyBucket
-from jdelta.wire.changes import Changes
+from jdelta.wire.changes import Changes, merge
+from jdelta.wire.dtypes import TensorSpec
 
 
 def changes_of(item):
@@ -154,7 +156,7 @@ def test_past_the_spools_bound_versions_merge_and_memory_stays_bounded(
         for _ in range(40):
             trainer.publish(pub)
         tools.wait_until(lambda: not pub._incoming and not pub._copying)
-        in_memory = [i for i in pub._backlog._items if isinstance(i, Item)]
+        in_memory = [i for i in pub._backlog._items if isinstance(i, Runs)]
         assert len(in_memory) <= 2
         overhead = 8192 * (1 + int(items))  # of the files
         assert sum(p.stat().st_size for p in spooled(tmp_path)) <= bound + overhead
@@ -170,7 +172,8 @@ def test_past_the_spools_bound_versions_merge_and_memory_stays_bounded(
 def test_the_spool_is_used_again_once_there_is_room(make_trainer, tmp_path):
     trainer = make_trainer(shapes={"w": ((64, 512), np.float32)})
     one = sum(c.nbytes for t in trainer.train().values() for c in t)
-    backlog = Backlog("spill", tmp_path, int(2.5 * one))
+    specs = {"w": TensorSpec("w", "F32", (64, 512))}
+    backlog = Backlog(specs, "spill", tmp_path, int(2.5 * one))
     pushed, steps = [], []
 
     def push():
@@ -179,13 +182,13 @@ def test_the_spool_is_used_again_once_there_is_room(make_trainer, tmp_path):
 
     for _ in range(8):
         push()
-    assert pushed == [False] * 3 + [True] * 5
+    assert pushed == [False] * 4 + [True] * 4
     for _ in range(3):
         for _ in range(2):
             steps.append(backlog.pop().step)
         for _ in range(4):
             push()
-        in_memory = [i for i in backlog._items if isinstance(i, Item)]
+        in_memory = [i for i in backlog._items if isinstance(i, Runs)]
         assert len(in_memory) <= 2
     while len(backlog):
         steps.append(backlog.pop().step)
@@ -243,22 +246,79 @@ def test_a_spooled_file_that_vanishes_is_said_and_the_run_goes_on(
     assert tools.blob(load(bucket)[0]) == trainer.now
 
 
-def test_a_delta_that_does_not_follow_is_lost_alone(trainer, tools, bucket, tmp_path):
-    """Spooled versions before it are kept, and whole weights are asked for."""
-    for when_behind in ("merge", "spill"):
-        backlog = Backlog(when_behind, tmp_path, 0 if when_behind == "merge" else 1500)
-        bits = np.arange(100, dtype=np.uint16)
-        first = {"a": Changes.between(bits, bits + np.uint16(1))}
-        items = [Item(changes=first, whole=None, step=i) for i in range(2)]
-        backlog.push(items[0])
-        if when_behind == "spill":
-            again = {"a": Changes.between(bits + np.uint16(1), bits + np.uint16(2))}
-            backlog.push(Item(changes=again, whole=None, step=1))
-        with pytest.raises(StateMismatchError):
-            backlog.push(items[1])
-        while len(backlog):
-            assert len(backlog.pop().changes["a"].positions) == 100
-        backlog.close()
+def counting(changed, start, by=1):
+    """A delta that adds `by` to the first `changed` of elements that are `start`."""
+    bits = np.full(changed, start, np.uint16)
+    return {"a": Changes.between(bits, bits + np.uint16(by))}
+
+
+def test_a_delta_that_does_not_follow_is_lost_alone():
+    """What waits before it is kept, and whole weights are asked for."""
+    backlog = Backlog({"a": TensorSpec("a", "U16", (100,))}, "merge", None, 0)
+    backlog.push(Item(changes=counting(100, 0), whole=None, step=0))
+    with pytest.raises(StateMismatchError):
+        backlog.push(Item(changes=counting(100, 0), whole=None, step=1))
+    item = backlog.pop()
+    assert item.step == 0 and len(item.changes["a"].positions) == 100
+    # Found only when they are put together: then none of them is committed.
+    backlog.push(Item(changes=counting(100, 0), whole=None, step=0))
+    backlog.push(Item(changes=counting(10, 0), whole=None, step=1))
+    with pytest.raises(StateMismatchError):
+        backlog.pop()
+    assert not len(backlog)
+
+
+def test_merging_costs_what_is_new_however_much_waits(monkeypatch):
+    moved = 0
+
+    def counted(first, second):
+        nonlocal moved
+        moved += len(first.positions) + len(second.positions)
+        return merge(first, second)
+
+    monkeypatch.setattr(backlog_module, "merge", counted)
+    size, changed, pushes = 1 << 20, 100, 512
+    rng = np.random.default_rng(0)
+    bits = np.zeros(size, np.uint16)
+    backlog = Backlog({"a": TensorSpec("a", "U16", (size,))}, "merge", None, 0)
+    for step in range(pushes):
+        at = np.sort(rng.choice(size, changed, replace=False)).astype(np.uint32)
+        new = bits[at] + np.uint16(1)
+        backlog.push(
+            Item(changes={"a": Changes(at, bits[at], new)}, whole=None, step=step)
+        )
+        bits[at] = new
+    item = backlog.pop()
+    # Once and again for each doubling, where one after the other takes half of all
+    # pushes: 512 * 256 * 100.
+    assert moved < 2 * changed * pushes * (np.log2(pushes) + 1)
+    assert item.merged == pushes and item.step == pushes - 1
+    found = np.zeros(size, np.uint16)
+    assert not item.changes["a"].old.any()
+    found[item.changes["a"].positions] = item.changes["a"].new
+    assert np.array_equal(found, bits)
+
+
+@pytest.mark.parametrize("given", [True, False])
+def test_a_heavy_backlog_turns_into_whole_weights(given, trainer, tools, bucket):
+    """Deltas never hold more than weights do, if there are weights to be had."""
+    gated = tools.GatedBucket(bucket, "deltas/")
+    whole = sum(array.nbytes for array in trainer.weights.values())
+    with trainer.open(gated) as pub:
+        pub.flush()
+        gated.open_gate.clear()
+        trainer.publish(pub, share=0.3)
+        tools.wait_until(lambda: gated.waiting)
+        for _ in range(40):
+            params = (lambda: trainer.weights) if given else None
+            trainer.publish(pub, share=0.3, params=params)
+            tools.wait_until(lambda: not pub._incoming and not pub._copying)
+        if given:
+            assert sum(run.nbytes for run in pub._backlog._items) <= whole
+        gated.open_gate.set()
+    assert pub.stats().merged == 39 and tools.check_all(trainer, bucket) == 2
+    assert load(bucket)[1].kind == ("anchor" if given else "delta")
+    assert tools.blob(load(bucket)[0]) == trainer.now
 
 
 def test_join_equals_one_after_the_other(make_trainer):
