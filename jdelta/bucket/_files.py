@@ -18,13 +18,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jdelta.bucket.os_errors import translated
 from jdelta.bucket.protocol import Data
 from jdelta.errors import (
     BucketDeniedError,
     BucketError,
-    BucketFullError,
-    BucketUnavailableError,
-    ObjectNotFoundError,
 )
 
 LOCK = "lock"
@@ -34,42 +32,6 @@ COPY_BYTES = 4 << 20
 ABANDONED_SECONDS = 24 * 3600.0
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY
-_DENIED = {
-    errno.EACCES: "permission denied",
-    errno.EPERM: "operation not permitted",
-    errno.EROFS: "read-only file system",
-    errno.ELOOP: "a symbolic link, which is not followed",
-    errno.EISDIR: "a folder is in the way",
-    errno.ENOTEMPTY: "a folder is in the way",
-    errno.ENOTDIR: "a file is in the way of a folder",
-    errno.EEXIST: "a file is in the way of a folder",
-    errno.ENAMETOOLONG: "the path is too long for the file system",
-    errno.EFBIG: "larger than the file system or the process may write",
-    errno.EINVAL: "not accepted by the file system",
-    errno.ENXIO: "no regular file",
-}
-_FULL = {errno.ENOSPC: "disk full", errno.EDQUOT: "disk quota used up"}
-
-
-def bucket_error(error: OSError, where: str) -> BucketError:
-    """The bucket's error that says what an `OSError` at `where` means."""
-    code = error.errno or 0
-    if code == errno.ENOENT:
-        return ObjectNotFoundError(f"{where}: no such object")
-    if code in _DENIED:
-        return BucketDeniedError(f"{where}: {_DENIED[code]} ({error})")
-    if code in _FULL:
-        return BucketFullError(f"{where}: {_FULL[code]} ({error})")
-    return BucketUnavailableError(f"{where}: the file system failed ({error})")
-
-
-@contextlib.contextmanager
-def translated(where: str) -> Iterator[None]:
-    """Turns every `OSError` inside into the bucket's own, which names `where`."""
-    try:
-        yield
-    except OSError as error:
-        raise bucket_error(error, where) from error
 
 
 @contextlib.contextmanager

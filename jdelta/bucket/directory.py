@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from jdelta.bucket import _files
+from jdelta.bucket.os_errors import translated
 from jdelta.bucket.protocol import (
     RESERVED,
     Capabilities,
@@ -167,7 +168,7 @@ class DirectoryBucket:
         """See `Bucket.delete`; folders that become empty go as well."""
         parts = safe_name(name).split("/")
         gone = (FileNotFoundError, NotADirectoryError)
-        with _files.translated(self._where(name)), contextlib.suppress(*gone):
+        with translated(self._where(name)), contextlib.suppress(*gone):
             with _files.open_folder(self.url, parts[:-1]) as folder:
                 found = os.stat(parts[-1], dir_fd=folder, follow_symlinks=False)
                 _files.check_regular(found, parts[-1])
@@ -195,7 +196,7 @@ class DirectoryBucket:
         """See `Bucket.scratch`: the folder `.tmp`, made if need be."""
         path = self.root / RESERVED
         with (
-            _files.translated(str(path)),
+            translated(str(path)),
             _files.open_folder(self.url, [RESERVED], create=True) as unfinished,
         ):
             self._sweep(unfinished)
@@ -210,7 +211,7 @@ class DirectoryBucket:
     def _reading(self, name: str) -> Iterator[None]:
         """A file where the name asks for a folder means that the object is absent."""
         try:
-            with _files.translated(self._where(name)):
+            with translated(self._where(name)):
                 yield
         except BucketDeniedError as error:
             if isinstance(error.__cause__, NotADirectoryError) and self.root.is_dir():
@@ -235,7 +236,7 @@ class DirectoryBucket:
         parts = above.split("/")[:-1]
         gone = (FileNotFoundError, NotADirectoryError)
         with (
-            _files.translated(f"list of {above or 'all'} in {self.url}"),
+            translated(f"list of {above or 'all'} in {self.url}"),
             contextlib.suppress(*gone),
             _files.open_folder(self.url, parts) as folder,
             os.scandir(folder) as entries,
@@ -275,7 +276,7 @@ class DirectoryBucket:
         safe_name(name)
         temporary = uuid.uuid4().hex
         with (
-            _files.translated(self._where(name)),
+            translated(self._where(name)),
             _files.open_folder(self.url, [RESERVED], create=True) as unfinished,
         ):
             self._sweep(unfinished)

@@ -129,10 +129,13 @@ class AnchorMaker:
             self._epoch.count("anchor", attempt.manifest.nbytes)
             self._epoch.count("manifest", len(attempt.document))
         except Exception as error:
-            _log.warning("no anchor of version %d: %s", manifest.version, error)
-            self._ledger.fail(error)
+            _log.warning("no anchor of version %d", manifest.version)
             if isinstance(error, DAMAGE):
                 self._on_damage(
                     PublishError(f"the chain in the bucket is damaged ({error})")
                 )
+            if isinstance(error, JDeltaError | OSError | MemoryError):
+                self._ledger.note(error)  # the next one may succeed
+            else:
+                self._ledger.stop(error)
         self._ledger.spend("anchor", time.perf_counter() - start)

@@ -164,7 +164,7 @@ class Backlog:
         self._spooled = 0
         self._items: deque[Runs | Path] = deque()
         self._serial = 0
-        self._complained = False
+        self._complained = self._closed = False
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -189,6 +189,8 @@ class Backlog:
             StateMismatchError: it, or the one before, does not follow; left out.
         """
         with self._lock:
+            if self._closed:
+                return False
             if not self._items:
                 self._items.append(Runs(item))
                 return False
@@ -214,8 +216,9 @@ class Backlog:
         return self._load(first)
 
     def close(self) -> None:
-        """Removes the spool."""
+        """Removes the spool; nothing is taken from then on."""
         with self._lock:
+            self._closed = True
             self._items.clear()
             if self._folder is not None:
                 shutil.rmtree(self._folder, ignore_errors=True)

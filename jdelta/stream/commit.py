@@ -39,7 +39,6 @@ class Attempt:
     document: bytes
     objects: list[tuple[str, bytes | Path]]
     name: str
-    uploaded: int = 0  # objects already put
 
 
 class Epoch:
@@ -67,14 +66,10 @@ class Epoch:
         """The number the next version gets; the first of a run is 0."""
         return 0 if self.tip is None else self.tip.version + 1
 
-    def upload(self, attempt: Attempt) -> None:
-        """Puts an attempt's objects; resumes after the last one that was put."""
-        kind = "anchor" if attempt.manifest.kind == "anchor" else "delta"
-        while attempt.uploaded < len(attempt.objects):
-            name, data = attempt.objects[attempt.uploaded]
-            self.bucket.put(name, data, move=True)
-            self.count(kind, len(data) if isinstance(data, bytes) else _size(data))
-            attempt.uploaded += 1
+    def upload(self, kind: str, name: str, data: bytes | Path) -> None:
+        """Puts one object of a version of `kind`; may be repeated."""
+        self.bucket.put(name, data, move=True)
+        self.count(kind, len(data) if isinstance(data, bytes) else _size(data))
 
     def commit(self, attempt: Attempt) -> None:
         """Makes an uploaded version exist and becomes its newest.

@@ -7,8 +7,8 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-
-from safetensors import SafetensorError
+from functools import partial
+from typing import TypeVar
 
 from jdelta.errors import BucketError, FormatError, GapError, StateMismatchError
 from jdelta.stream.anchors import AnchorMaker
@@ -21,6 +21,8 @@ from jdelta.wire.dtypes import TensorSpec
 from jdelta.wire.manifest import VersionId
 
 _log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 _FIRST_RETRY_SECONDS = 0.05
 _LAST_RETRY_SECONDS = 10.0
@@ -61,7 +63,6 @@ class Committer:
         self._anchors = anchors
         self._on_gap = on_gap
         self._on_commit = on_commit
-        self._episode: Exception | None = None  # the first failure since a success
         self.busy = True  # guarded by the ledger; the first item is on its way
         self._thread: threading.Thread | None = None
 
@@ -80,68 +81,67 @@ class Committer:
     def _run(self, first: list[Item]) -> None:
         changed = self._ledger.changed
         try:
-            going = self._begin(first.pop())
-            while going:
+            self._begin(first.pop())
+            while True:
                 with changed:
                     self.busy = False
                     changed.notify_all()
-                    changed.wait_for(lambda: len(self._backlog) or self._ledger.closed)
-                    if self._ledger.closed:
-                        return  # close waited for the backlog, or gave up on it
+                    changed.wait_for(
+                        lambda: (
+                            len(self._backlog)
+                            or self._ledger.closed
+                            or self._ledger.drained
+                        )
+                    )
+                    # Close waited for the backlog, or gave up on it.
+                    if self._ledger.closed or not len(self._backlog):
+                        return
                     self.busy = True
                 try:
                     item = self._backlog.pop()
                 except StateMismatchError as error:
                     self._on_gap(GapError(f"deltas do not follow each other: {error}"))
                     continue
-                going = self._commit(item)
+                self._commit(item)
         except BaseException as error:
-            _log.warning("publishing to %s stopped: %r", self._epoch.bucket.url, error)
             self._ledger.stop(error)
         finally:
+            self._backlog.close()
             with changed:
                 self.busy = False
                 changed.notify_all()
 
-    def _begin(self, first: Item) -> bool:
+    def _begin(self, first: Item) -> None:
         """Continues the run if the trainer's weights are its newest version's."""
         tip = self._epoch.tip
         digests = full_digests(first.whole or {})
         if tip is not None:
             if all(tip.tensors[n].digest == found for n, found in digests.items()):
                 self._anchors.resume(tip)
-                return True
+                return
             _log.warning(
                 "the trainer's weights are not version %d of %s: writing an anchor",
                 tip.version,
                 self._epoch.bucket.url,
             )
-        return self._commit(first, digests)
+        self._commit(first, digests)
 
-    def _commit(self, item: Item, digests: dict[str, int] | None = None) -> bool:
-        """Encodes and delivers one version; False if close gave up on it."""
+    def _commit(self, item: Item, digests: dict[str, int] | None = None) -> None:
+        """Encodes and delivers one version."""
         start = time.perf_counter()
         with contextlib.ExitStack() as stack:
-            wait = _FIRST_RETRY_SECONDS
-            while True:
-                try:
-                    attempt = stack.enter_context(self._encode(item, digests))
-                    break
-                except (BucketError, OSError, SafetensorError) as error:
-                    # An anchor's files need room before the bucket is even asked.
-                    if not self._pause(error, wait):
-                        return False
-                    wait = min(2 * wait, _LAST_RETRY_SECONDS)
+            # An anchor's files need room before the bucket is even asked.
+            attempt = self._insist(
+                lambda: stack.enter_context(self._encode(item, digests))
+            )
             if item.whole is not None:
                 item.whole.clear()  # whoever holds the dict, the memory goes now
             item.changes = item.whole = None
             times = {"copy": item.copy_seconds, "encode": time.perf_counter() - start}
-            if not self._deliver(attempt, times):
-                return False
+            self._deliver(attempt, times)
         times["total"] = time.perf_counter() - item.handed
         self._record(attempt, item, times)
         self._anchors.committed(attempt.manifest)
-        return True
 
     @contextlib.contextmanager
     def _encode(self, item: Item, digests: dict[str, int] | None) -> Iterator[Attempt]:
@@ -163,45 +163,30 @@ class Committer:
         else:
             raise FormatError("a delta cannot be a run's first version")
 
-    def _deliver(self, attempt: Attempt, times: dict[str, float]) -> bool:
-        """Uploads, commits and points, as often as it takes; False if closed first."""
-        wait = _FIRST_RETRY_SECONDS
-        steps: list[tuple[str, Callable[[], None]]] = [
-            ("upload", lambda: self._epoch.upload(attempt)),
-            ("commit", lambda: self._epoch.commit(attempt)),
-            ("commit", self._epoch.point),
-        ]
-        while steps:
-            stage, action = steps[0]
-            start = time.perf_counter()
-            try:
-                action()
-                steps.pop(0)
-                wait = _FIRST_RETRY_SECONDS
-            except BucketError as error:
-                if not self._pause(error, wait):
-                    return False
-                wait = min(2 * wait, _LAST_RETRY_SECONDS)
-            times[stage] = times.get(stage, 0.0) + time.perf_counter() - start
-        with self._ledger.changed:
-            if self._ledger.failure is self._episode:
-                self._ledger.failure = None  # it went through before anybody knew
-            self._episode = self._ledger.trouble = None
-        return True
+    def _deliver(self, attempt: Attempt, times: dict[str, float]) -> None:
+        """Uploads, commits and points."""
+        start = time.perf_counter()
+        for name, data in attempt.objects:
+            self._insist(partial(self._epoch.upload, attempt.manifest.kind, name, data))
+        uploaded = time.perf_counter()
+        self._insist(lambda: self._epoch.commit(attempt))
+        self._insist(self._epoch.point)
+        times["upload"] = uploaded - start
+        times["commit"] = time.perf_counter() - uploaded
+        self._ledger.progressed(through=True)
 
-    def _pause(self, error: Exception, seconds: float) -> bool:
-        """Notes a failure, once an episode, and waits; False if close came."""
-        with self._ledger.changed:
-            self._ledger.trouble = error
-            if self._episode is None:
-                _log.warning("retrying: %s", error)
-                self._episode = error
-                self._ledger.fail(error)
-            self._ledger.changed.wait_for(lambda: self._ledger.closed, seconds)
-            if not self._ledger.closed:
-                return True
-        self._ledger.stop(error)
-        return False
+    def _insist(self, action: Callable[[], _T]) -> _T:
+        """Repeats what fails for a while; what it raises stops the publisher."""
+        wait = _FIRST_RETRY_SECONDS
+        while True:
+            try:
+                result = action()
+            except BucketError as error:
+                self._ledger.hold(error, wait)
+                wait = min(2 * wait, _LAST_RETRY_SECONDS)
+            else:
+                self._ledger.progressed()
+                return result
 
     def _record(self, attempt: Attempt, item: Item, times: dict[str, float]) -> None:
         manifest = attempt.manifest

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from jdelta.bucket import Bucket
+from jdelta.bucket.os_errors import translated
 from jdelta.stream.chain import sha256_hex
 from jdelta.stream.commit import Attempt
 from jdelta.stream.fetch import parallel
@@ -128,11 +129,14 @@ def encode_anchor(
         alternate: It is made later, for a version committed as a delta.
     """
     folder = names.anchor_folder(vid.epoch, vid.version, alternate=alternate)
-    scratch = Path(tempfile.mkdtemp(prefix="jdelta-anchor-", dir=bucket.scratch()))
+    parent = bucket.scratch()
+    with translated(f"{parent or tempfile.gettempdir()} (where anchors are prepared)"):
+        scratch = Path(tempfile.mkdtemp(prefix="jdelta-anchor-", dir=parent))
     try:
-        files = write_anchor(((specs[name], bits[name]) for name in specs), scratch)
-        objects = [(f"{folder}/{file.path.name}", file.path) for file in files]
-        refs = tuple(_reference(name, path) for name, path in objects)
+        with translated(f"{scratch} (where an anchor is prepared)"):
+            files = write_anchor(((specs[name], bits[name]) for name in specs), scratch)
+            objects = [(f"{folder}/{file.path.name}", file.path) for file in files]
+            refs = tuple(_reference(name, path) for name, path in objects)
         where = {
             name: index for index, file in enumerate(files) for name in file.tensors
         }

@@ -1,35 +1,26 @@
 """The writing end: `publish` hands over and returns; threads do the rest.
 
 Three threads, none of which runs a collective or a jitted function: one copies deltas
-from the device (here), one encodes and commits (`committer`), and now and then one
-rebuilds an anchor from the chain (`anchors`). Each reads only memory that cannot be
-donated away.
+from the device (`copier`), one encodes and commits (`committer`), and now and then one
+rebuilds an anchor from the chain (`anchors`).
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
-import dataclasses
 import logging
 import operator
 import os
-import threading
 import time
+import warnings
 import weakref
-from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jdelta.bucket import Bucket, open_bucket
 from jdelta.errors import (
-    DeltaOverflowError,
-    GapError,
     JDeltaError,
-    PublishError,
-    StateMismatchError,
-    TreeError,
     WaitTimeoutError,
 )
 from jdelta.stream import source
@@ -37,34 +28,15 @@ from jdelta.stream.anchors import AnchorMaker
 from jdelta.stream.backlog import Backlog, Item, WhenBehind
 from jdelta.stream.commit import claim_epoch
 from jdelta.stream.committer import Committer
-from jdelta.stream.follow import Follower
+from jdelta.stream.copier import Copier
 from jdelta.stream.ledger import Ledger
 from jdelta.stream.records import CommitRecord, PublisherStats
 from jdelta.wire._documents import MAX_INT
 
 _log = logging.getLogger(__name__)
 
-MAX_HANDED = 8
-"""Deltas that may be on their way from the device, holding its memory."""
-
-
-@dataclasses.dataclass
-class _Handed:
-    """What `publish` took: a delta, or copies of whole weights and a delta's marks."""
-
-    delta: Any
-    whole: dict[str, Any] | None
-    step: int | None
-    at: float
-
-
-@dataclasses.dataclass
-class _Rescue:
-    """Whole weights to fall back on, until the delta they came with is safe."""
-
-    params: Any
-    step: int | None
-    delta: Any
+_CLOSE_SECONDS = 60.0
+_SILENT_SECONDS = 1.0
 
 
 class Publisher:
@@ -90,7 +62,12 @@ class Publisher:
         spool_bytes: Bound on the spool; past it the newest two are merged.
         run: Insist on this run id (and create the run with it).
         step: The trainer's step that `params` are of, if they become a version.
+        retry_seconds: How long a bucket that cannot be reached is tried again without a
+            success in between; then publishing stops. `math.inf`: for ever.
         on_commit: Called with a `CommitRecord` after each commit, on the commit thread.
+        on_failure: Called with the error when the bucket fails (once, until a version
+            goes through again), an anchor cannot be made, or publishing stops; on the
+            thread that failed.
 
     Raises:
         TreeError: the run in the bucket publishes another tree.
@@ -98,7 +75,8 @@ class Publisher:
         BucketError: the bucket cannot be read or written.
 
     Thread-safe. Collective: no. Close it, or use it as a context manager: at close
-    everything handed over is committed.
+    everything handed over is committed. One that is dropped instead commits that in the
+    background, with a ResourceWarning.
 
     Example:
         >>> pub = jdelta.Publisher("/data/run", params)        # doctest: +SKIP
@@ -120,7 +98,9 @@ class Publisher:
         spool_bytes: int = 16 << 30,
         run: str | None = None,
         step: int | None = None,
+        retry_seconds: float = 3600.0,
         on_commit: Callable[[CommitRecord], None] | None = None,
+        on_failure: Callable[[BaseException], None] | None = None,
     ):
         """Claims the run's next epoch and takes a copy of `params`."""
         self._bucket = open_bucket(bucket)
@@ -132,14 +112,15 @@ class Publisher:
         folder = None if spool is None else Path(spool)
         self._backlog = Backlog(self._specs, when_behind, folder, spool_bytes)
         first = source.snapshot(leaves)
-        self._ledger = Ledger()
         self._epoch = claim_epoch(self._bucket, self._specs, run)
+        self._ledger = Ledger(self._epoch, retry_seconds, on_failure)
+        self._copier = Copier(self._specs, first, self._backlog, self._ledger)
         self._anchors = AnchorMaker(
             self._epoch,
             self._ledger,
             every=anchor_every,
             share=anchor_share,
-            on_damage=self._ask_whole,
+            on_damage=self._copier.ask_whole,
         )
         self._committer = Committer(
             self._epoch,
@@ -147,27 +128,18 @@ class Publisher:
             self._backlog,
             self._ledger,
             self._anchors,
-            self._ask_whole,
+            self._copier.ask_whole,
             on_commit,
         )
-        # Guarded by the ledger's condition.
-        self._incoming: deque[_Handed] = deque()
-        self._copying = False
-        self._asked: JDeltaError | None = None  # why whole weights must come next
-        self._dropping = False  # deltas are useless until whole weights come
-        self._checked: Any = None  # the spec of the last delta that was checked
-        self._rescue: _Rescue | None = None  # of the last publish
-        # Held while something is handed over; the user's `params()` runs under it.
-        self._handing = threading.RLock()
-
-        self._follower = Follower(self._specs)
-        self._follower.reset(first)
         self._committer.start(Item(changes=None, whole=first, step=step, merged=0))
-        self._thread = threading.Thread(
-            target=self._copy_loop, name="jdelta-copy", daemon=True
+        self._copier.start()
+        # No thread holds the publisher itself: when it is dropped, they end.
+        at_exit = _close_at_exit(self)
+        self._dropped = weakref.finalize(
+            self, _leave, self._ledger, self._committer, self._bucket.url, at_exit
         )
-        self._thread.start()
-        self._at_exit = _close_at_exit(self)
+        self._dropped.atexit = False
+        self._at_exit = at_exit
 
     @property
     def run(self) -> str:
@@ -208,10 +180,11 @@ class Publisher:
         Waits only while `MAX_HANDED` deltas are on their way from the device.
 
         Raises:
-            PublishError: something failed in the background since the last call that
-                somebody must act on (no permission, a full disk). This delta was
-                accepted all the same and committing is retried. A bucket that cannot be
-                reached is retried without an error: see `stats().trouble`.
+            PublishError: publishing stopped, for a reason that somebody must act on: no
+                permission, a full disk, a bucket out of reach for `retry_seconds`.
+                Readers stay at the last committed version; a new Publisher continues
+                the run. Until then a bucket that cannot be reached is retried without
+                an error: see `stats().trouble` and `on_failure`.
             DeltaOverflowError, GapError: whole weights are needed, because a delta did
                 not fit or did not follow, and `params` was not given; the delta was not
                 accepted.
@@ -219,32 +192,9 @@ class Publisher:
                 changed by the call.
             FencedError: another publisher took over; nothing more is accepted.
         """
-        at = time.perf_counter()
-        step = _checked_step(step)
-        with self._handing:
-            self._ledger.check(self._bucket.url, self.version)
-            self._check(delta)
-            heavy = params is not None and self._backlog.heavy
-            if self._asked is not None or heavy:
-                # Older weights cannot make up for a delta that is left out now.
-                self._rescue = None
-                self._hand_whole(_Rescue(params, step, delta), at)
-            else:
-                delta = source.own_delta(delta)
-                with self._ledger.changed:
-                    self._make_room()
-                    self._incoming.append(_Handed(delta, None, step, at))
-                    self._rescue = _Rescue(params, step, delta)
-                    self._ledger.changed.notify_all()
-            self._ledger.count("published")
-        failure = self._ledger.take_failure()
-        if failure is not None:
-            raise PublishError(
-                f"publishing to {self._bucket.url} failed in the background "
-                f"(this delta was accepted, committing is retried): {failure}"
-            ) from failure
+        self._copier.hand(delta, _checked_step(step), params)
 
-    def flush(self, timeout: float = 60.0) -> int:
+    def flush(self, timeout: float = _CLOSE_SECONDS) -> int:
         """Blocks until everything handed over is committed; returns the version.
 
         Args:
@@ -258,18 +208,14 @@ class Publisher:
         """
         deadline = time.monotonic() + timeout
         while True:
-            with self._handing:
-                self._ledger.check(self._bucket.url, self.version)
-                if self._asked is not None and not self._waiting():
-                    rescue = self._rescue or _Rescue(None, None, None)
-                    self._hand_whole(rescue, time.perf_counter())
+            self._copier.hand_rescue()
             with self._ledger.changed:
-                if not self._waiting() and self._asked is None:
-                    self._ledger.check(self._bucket.url, self.version)
+                if not self._waiting() and self._copier.asked is None:
+                    self._ledger.check()
                     return self.version or 0
                 left = deadline - time.monotonic()
                 if left <= 0:
-                    failure = self._ledger.trouble or self._ledger.failure
+                    failure = self._ledger.trouble
                     raise WaitTimeoutError(
                         f"{self._bucket.url} did not take everything within "
                         f"{timeout:g} s: {self._waiting()} deltas wait, version "
@@ -279,7 +225,7 @@ class Publisher:
                 if self._waiting():
                     self._ledger.changed.wait(left)
 
-    def close(self, timeout: float = 60.0) -> None:
+    def close(self, timeout: float = _CLOSE_SECONDS) -> None:
         """Commits what was handed over and ends the threads.
 
         Args:
@@ -296,23 +242,21 @@ class Publisher:
                 return
         deadline = time.monotonic() + timeout
         try:
-            self.flush(timeout)
+            self._flush_aloud(timeout)
             self._anchors.join(deadline - time.monotonic())
+        except BaseException:
+            deadline = time.monotonic()
+            raise
         finally:
             with self._ledger.changed:
                 self._ledger.closed = True
                 self._ledger.changed.notify_all()
             left = max(1.0, deadline - time.monotonic())
-            for part in (self._thread, self._committer):
+            for part in (self._copier, self._committer):
                 part.join(left)
-            self._backlog.close()
-            self._rescue = None
+            self._copier.forget()
+            self._dropped.detach()
             atexit.unregister(self._at_exit)
-        failure = self._ledger.take_failure()
-        if failure is not None:
-            raise PublishError(
-                f"every version was committed to {self._bucket.url}, but: {failure}"
-            ) from failure
 
     def __enter__(self) -> Publisher:
         """Returns itself."""
@@ -323,8 +267,10 @@ class Publisher:
         if kind is None:
             self.close()
             return
-        with contextlib.suppress(JDeltaError):
+        try:
             self.close()
+        except (JDeltaError, KeyboardInterrupt) as error:
+            _log.warning("the publisher was closed with work left: %r", error)
 
     def stats(self) -> PublisherStats:
         """Counters since this publisher was opened."""
@@ -345,132 +291,21 @@ class Publisher:
                 times=dict(self._ledger.times),
             )
 
-    # -- the hand-over
+    def _flush_aloud(self, timeout: float) -> None:
+        """As `flush`; says what is waited for when that takes more than a moment."""
+        try:
+            self.flush(min(_SILENT_SECONDS, timeout))
+        except WaitTimeoutError as error:
+            left = timeout - _SILENT_SECONDS
+            if left <= 0:
+                raise
+            _log.warning("%s; waiting %g s more, an interrupt ends it", error, left)
+            self.flush(left)
 
     def _waiting(self) -> int:
         with self._ledger.changed:
-            busy = int(self._copying) + int(self._committer.busy)
-            return len(self._incoming) + len(self._backlog) + busy
-
-    def _make_room(self) -> None:
-        """Bounds the deltas that hold device memory; never waits for the bucket."""
-        self._ledger.changed.wait_for(
-            lambda: (
-                len(self._incoming) < MAX_HANDED
-                or self._ledger.closed
-                or self._ledger.fatal
-            )
-        )
-        self._ledger.check(self._bucket.url, self.version)
-
-    def _check(self, delta: Any) -> None:
-        """Checks a delta's tree (once for each compiled step)."""
-        source.refuse_traced(delta)
-        spec = getattr(delta, "spec", None)
-        if spec is None or spec is not self._checked:
-            source.check_delta(delta, self._specs)
-            self._checked = spec
-
-    def _hand_whole(self, rescue: _Rescue, at: float) -> None:
-        """Hands whole weights over; the caller holds `_handing`."""
-        asked, params = (
-            self._asked or PublishError("the bucket is behind"),
-            rescue.params,
-        )
-        if params is None:
-            raise type(asked)(
-                f"whole weights are needed: {asked}; call publish with params= (the "
-                "weights after the step); a delta alone is not accepted"
-            )
-        params = params() if callable(params) else params
-        leaves = source.named_leaves(params)
-        if any(getattr(leaf, "is_deleted", bool)() for leaf in leaves.values()):
-            raise type(asked)(
-                f"whole weights are needed: {asked}; the last params were donated "
-                "since: call publish once more with params="
-            )
-        if source.specs_of(leaves) != self._specs:
-            raise TreeError(
-                "params is not the published tree: pass the weights in the published "
-                "dtypes (jdelta.published(opt_state, params) for a wrapped optimizer)"
-            )
-        whole = source.device_copy(leaves)
-        with self._ledger.changed:
-            # Deltas that still wait hold nothing that these weights do not.
-            self._incoming.append(_Handed(rescue.delta, whole, rescue.step, at))
-            self._asked = self._rescue = None
-            self._ledger.changed.notify_all()
-
-    def _ask_whole(self, asked: JDeltaError) -> None:
-        """Deltas are dropped until whole weights come (any thread)."""
-        with self._ledger.changed:
-            self._dropping = True
-            if not any(handed.whole is not None for handed in self._incoming):
-                self._asked = self._asked or asked
-            self._ledger.changed.notify_all()
-
-    # -- the copy thread
-
-    def _copy_loop(self) -> None:
-        changed = self._ledger.changed
-        while True:
-            with changed:
-                changed.wait_for(lambda: self._incoming or self._ledger.closed)
-                if not self._incoming:
-                    return
-                handed = self._incoming.popleft()
-                self._copying = True
-                changed.notify_all()
-            try:
-                self._take(handed)
-            except (DeltaOverflowError, GapError) as error:
-                _log.warning("a whole version comes next: %s", error)
-                self._ledger.count(
-                    "gaps" if isinstance(error, GapError) else "overflowed"
-                )
-                self._ask_whole(error)
-            except Exception as error:  # a failed device array, a full spool
-                self._ledger.fail(error)
-                self._ask_whole(PublishError(f"a delta was lost ({error})"))
-            del handed  # lets go of the device's buffers
-            with changed:
-                self._copying = False
-                changed.notify_all()
-
-    def _take(self, handed: _Handed) -> None:
-        """Copies what was handed over to the host, into the backlog."""
-        start = time.perf_counter()
-        changes = whole = None
-        if handed.whole is not None:
-            whole = source.host_bits(handed.whole)
-            self._follower.reset(whole, source.marks_of(handed.delta))
-            with self._ledger.changed:
-                self._dropping = False
-        else:
-            with self._ledger.changed:
-                if self._dropping:
-                    return
-            changes = source.to_changes(handed.delta)
-            self._follower.check(changes, source.marks_of(handed.delta))
-        item = Item(
-            changes=changes,
-            whole=whole,
-            step=handed.step,
-            handed=handed.at,
-            copy_seconds=time.perf_counter() - start,
-        )
-        try:
-            if self._backlog.push(item):
-                self._ledger.count("merged")
-        except StateMismatchError as error:
-            raise GapError(
-                f"this delta does not follow the last one: {error}"
-            ) from None
-        with self._ledger.changed:
-            # Its weights are safe: whatever the user's `params` holds may go.
-            if self._rescue is not None and self._rescue.delta is handed.delta:
-                self._rescue = None
-        self._ledger.spend("copy", item.copy_seconds)
+            busy = int(self._committer.busy)
+            return self._copier.waiting + len(self._backlog) + busy
 
 
 def _checked_step(step: Any) -> int | None:
@@ -496,3 +331,17 @@ def _close_at_exit(publisher: Publisher) -> Callable[[], None]:
 
     atexit.register(close)
     return close
+
+
+def _leave(
+    ledger: Ledger, committer: Committer, url: str, at_exit: Callable[[], None]
+) -> None:
+    """Lets a dropped publisher's threads commit what was handed over, and end."""
+    atexit.unregister(at_exit)
+    atexit.register(committer.join, _CLOSE_SECONDS)
+    with ledger.changed:
+        ledger.left = True
+        ledger.changed.notify_all()
+    warnings.warn(
+        f"a Publisher of {url} was dropped without close()", ResourceWarning, 2
+    )

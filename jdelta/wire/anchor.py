@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
@@ -73,6 +74,9 @@ def write_anchor(
             # "pt" is what transformers asks for.
             save_file(batch, path, {"format": "pt"})
         except SafetensorError as error:
+            failed = re.search(r"os error (\d+)", str(error))
+            if failed is not None:
+                raise OSError(int(failed[1]), str(error)) from error
             if "not covered" not in str(error):
                 raise
             raise TreeError(

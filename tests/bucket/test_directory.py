@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from jdelta.bucket import DirectoryBucket
-from jdelta.bucket._files import bucket_error
+from jdelta.bucket.os_errors import bucket_error
 from jdelta.errors import (
     BucketDeniedError,
     BucketError,

@@ -339,7 +339,7 @@ def test_params_run_outside_of_the_publishers_locks(bucket):
 def test_damage_is_not_called_an_overflow(trainer, bucket):
     pub = trainer.open(bucket)
     pub.flush()
-    pub._ask_whole(PublishError("the chain in the bucket is damaged"))
+    pub._copier.ask_whole(PublishError("the chain in the bucket is damaged"))
     with pytest.raises(PublishError, match="damaged.*params="):
         trainer.publish(pub)
     trainer.publish(pub, params=trainer.weights)

@@ -60,7 +60,7 @@ def test_merge_holds_one_item_and_counts_what_it_holds(trainer, tools, bucket):
         tools.wait_until(lambda: gated.waiting)
         for _ in range(20):
             trainer.publish(pub)
-        tools.wait_until(lambda: not pub._incoming and not pub._copying)
+        tools.wait_until(lambda: not pub._copier.waiting)
         assert len(pub._backlog) == 1
         gated.open_gate.set()
     assert [(r.kind, r.merged, r.step) for r in records[1:]] == [
@@ -86,7 +86,7 @@ def test_changes_that_cancel_out_while_waiting_leave_nothing(trainer, tools, buc
         trainer.step += 1
         trainer.states[trainer.step] = trainer.now
         pub.publish(back, step=trainer.step)
-        tools.wait_until(lambda: not pub._incoming and not pub._copying)
+        tools.wait_until(lambda: not pub._copier.waiting)
         gated.open_gate.set()
     weights, manifest = load(bucket)
     assert manifest.version == 2 and not manifest.objects
@@ -103,7 +103,7 @@ def test_spill_keeps_every_version_and_removes_the_spool(
         gated.open_gate.clear()
         for share in (0.05, 0.0, 0.5, 1.0, *[0.05] * 16):
             trainer.publish(pub, share=share)
-        tools.wait_until(lambda: not pub._incoming and not pub._copying)
+        tools.wait_until(lambda: not pub._copier.waiting)
         assert len(spooled(tmp_path)) >= len(pub._backlog) - 1 >= 18
         gated.open_gate.set()
     assert pub.stats().merged == 0
@@ -121,11 +121,11 @@ def test_spill_keeps_whole_weights_too(trainer, tools, bucket, tmp_path):
         gated.open_gate.clear()
         trainer.publish(pub)
         trainer.publish(pub)
-        tools.wait_until(lambda: not pub._incoming and not pub._copying)
-        pub._ask_whole(PublishError("the test wants it"))
+        tools.wait_until(lambda: not pub._copier.waiting)
+        pub._copier.ask_whole(PublishError("the test wants it"))
         trainer.publish(pub, params=trainer.weights)
         trainer.publish(pub)
-        tools.wait_until(lambda: not pub._incoming and not pub._copying)
+        tools.wait_until(lambda: not pub._copier.waiting)
         gated.open_gate.set()
     assert [load(bucket, v)[1].kind for v in range(5)] == [
         "anchor",
@@ -155,7 +155,7 @@ def test_past_the_spools_bound_versions_merge_and_memory_stays_bounded(
         tools.wait_until(lambda: gated.waiting)
         for _ in range(40):
             trainer.publish(pub)
-        tools.wait_until(lambda: not pub._incoming and not pub._copying)
+        tools.wait_until(lambda: not pub._copier.waiting)
         in_memory = [i for i in pub._backlog._items if isinstance(i, Runs)]
         assert len(in_memory) <= 2
         overhead = 8192 * (1 + int(items))  # of the files
@@ -218,7 +218,7 @@ def test_an_unwritable_spool_merges_instead(
         tools.wait_until(lambda: gated.waiting)
         for _ in range(10):
             trainer.publish(pub)
-        tools.wait_until(lambda: not pub._incoming and not pub._copying)
+        tools.wait_until(lambda: not pub._copier.waiting)
         gated.open_gate.set()
     assert pub.stats().merged == 9
     assert tools.check_all(trainer, bucket) == 2
@@ -312,7 +312,7 @@ def test_a_heavy_backlog_turns_into_whole_weights(given, trainer, tools, bucket)
         for _ in range(40):
             params = (lambda: trainer.weights) if given else None
             trainer.publish(pub, share=0.3, params=params)
-            tools.wait_until(lambda: not pub._incoming and not pub._copying)
+            tools.wait_until(lambda: not pub._copier.waiting)
         if given:
             assert sum(run.nbytes for run in pub._backlog._items) <= whole
         gated.open_gate.set()
