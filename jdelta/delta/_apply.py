@@ -28,7 +28,7 @@ def apply(params: Any, delta: Delta, *, _limits: Limits = DEFAULT) -> Any:
     copied once). The old bits are not checked. On CPU, integer leaves are fastest (a
     float leaf costs a copy).
 
-    Collective: no. Arrays sharded over an explicit mesh axis are refused.
+    Collective: as `diff`. Arrays sharded over an explicit mesh axis are refused.
 
     Args:
         params: tree of arrays, with the names, shapes and published dtypes of the

@@ -38,8 +38,9 @@ def diff(
     Jittable; reads each array once and copies no large one. On CPU, run it in a jit of
     its own over arrays of the published dtype, not in the jit that updates them.
 
-    Collective: no. Arrays sharded over an explicit mesh axis are refused; over an
-    automatic one they are gathered by XLA.
+    Collective: no, for replicated arrays; inside `jax.shard_map` each shard is an array
+    of its own. XLA gathers what is sharded over an automatic mesh axis: then every
+    process of the mesh has to call it. Sharding over an explicit axis is refused.
 
     Args:
         old: tree of arrays in the published dtype.

@@ -35,7 +35,7 @@ def merge(
 
     Old bits come from the first that has the element, new bits from the last; elements
     that came back to where they were are dropped. Jittable; beside the deltas it needs
-    three bitmaps (3/8 byte an element). Collective: no.
+    three bitmaps (3/8 byte an element). Collective: as `diff`.
 
     Args:
         first: the earlier delta.

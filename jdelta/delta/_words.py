@@ -17,7 +17,7 @@ _TILE = 32 * 32
 def change_words(old: Any, new: Any) -> jax.Array:
     """Which elements changed, as a bitmap.
 
-    Jittable. Collective: no.
+    Jittable. Collective: as `diff`.
 
     Args:
         old: an array, or a tree of arrays.

@@ -66,7 +66,7 @@ def wrap(
     for bfloat16, with the parameters' shapes and sharding. Goes anywhere in an
     optimizer that sees all parameters: outermost, in `optax.chain`, `optax.MultiSteps`,
     `optax.apply_if_finite`, `optax.inject_hyperparams`; not inside `optax.masked` or
-    `optax.partition`. Collective: no.
+    `optax.partition`. Collective: no; each shard keeps its own published bits.
 
     To wrap the optimizer of a run that has begun, take its state along:
     `tx.init(params)._replace(inner_state=old_state)`. The way back to the plain
@@ -125,7 +125,7 @@ def extract(opt_state: Any, params: Any, *, capacity: float = 0.1) -> tuple[Delt
     """What changed since the last `extract` (or `init`), and the state that knows it.
 
     Jittable; call it inside the jitted step, after the parameters are updated, so that
-    state and parameters may be donated. Collective: no.
+    state and parameters may be donated. Collective: as `diff`.
 
     With Flax NNX, inside `nnx.jit`: `extract(optimizer, model)` reads the model's
     `optimizer.wrt` variables, and updates the optimizer's state in place. The plain
@@ -201,7 +201,7 @@ def _next_mark(mark: jax.Array, delta: Delta) -> jax.Array:
 def published(opt_state: Any, params: Any) -> Any:
     """The tree of arrays that the state of `wrap` holds as published.
 
-    Jittable. Collective: no.
+    Jittable. Collective: no, in any sharding.
 
     Args:
         opt_state: optimizer state that holds the state of one `wrap`, anywhere; or an

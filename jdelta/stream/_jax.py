@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jdelta.delta import leaf_names
+from jdelta.delta._bits import width_of
 from jdelta.errors import TreeError
 from jdelta.stream.update import check_leaf, check_names
 from jdelta.wire.dtypes import TensorSpec, dtype_name, numpy_dtype
@@ -28,21 +29,33 @@ if TYPE_CHECKING:
 _MIN_SLOTS = 256
 
 
+def check(like: Any, specs: Mapping[str, TensorSpec]) -> dict[str, Any]:
+    """The leaves of a tree by name, if they are the published tensors.
+
+    Raises:
+        TreeError: `like` has other names, dtypes or shapes, or JAX, as it is set, holds
+            no array with the bits of a leaf.
+    """
+    named = dict(zip(leaf_names(like), jax.tree.leaves(like), strict=True))
+    check_names(named, specs)
+    for name, leaf in named.items():
+        check_leaf(name, specs[name], leaf.shape, dtype_name(np.dtype(leaf.dtype)))
+        width_of(name, leaf.dtype)
+    return named
+
+
 def place(
     weights: dict[str, np.ndarray], specs: Mapping[str, TensorSpec], like: Any
 ) -> Any:
     """Flat bits as a tree of `jax.Array` like `like`; empties `weights` as it goes.
 
     Raises:
-        TreeError: `like` has other names, dtypes or shapes.
+        TreeError: as `check`.
     """
+    check(like, specs)
     leaves, treedef = jax.tree.flatten(like)
-    named = dict(zip(leaf_names(like), leaves, strict=True))
-    check_names(named, specs)
-    for name, leaf in named.items():
-        check_leaf(name, specs[name], leaf.shape, dtype_name(np.dtype(leaf.dtype)))
     placed = []
-    for name, leaf in named.items():
+    for name, leaf in zip(leaf_names(like), leaves, strict=True):
         spec = specs[name]
         host = weights.pop(name).view(numpy_dtype(spec.dtype)).reshape(spec.shape)
         placed.append(_put(host, getattr(leaf, "sharding", None)))
@@ -53,16 +66,14 @@ def apply(update: Update, tree: Any, *, donate: bool) -> Any:
     """`Update.apply` for a tree of JAX arrays."""
     leaves, treedef = jax.tree.flatten(tree)
     names = leaf_names(tree)
-    named = dict(zip(names, leaves, strict=True))
     specs = update.specs
-    check_names(named, specs)
+    named = check(tree, specs)
     for name, leaf in named.items():
         if not isinstance(leaf, jax.Array) or not leaf.is_fully_addressable:
             raise TreeError(
                 f"{name!r}: expected a jax.Array whose shards are all on this "
                 f"process's devices, got {type(leaf).__name__}"
             )
-        check_leaf(name, specs[name], leaf.shape, dtype_name(np.dtype(leaf.dtype)))
     start = time.perf_counter()
     if update.steps is None:
         new = {

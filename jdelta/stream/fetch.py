@@ -7,10 +7,12 @@ alone can prove it (sizes, hashes, bounds, order, counts, digest arithmetic).
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,6 +24,7 @@ from jdelta.wire import delta_object, digest
 from jdelta.wire.changes import Steps
 from jdelta.wire.dtypes import TensorSpec, bits_dtype
 from jdelta.wire.manifest import Manifest, ObjectRef
+from jdelta.wire.safetensors import max_header_bytes
 from jdelta.wire.tensor import decode_tensor
 
 _T = TypeVar("_T")
@@ -66,14 +69,31 @@ def parallel(
     """
     items = list(items)
     workers = min(len(items), max(1, int(share * (os.cpu_count() or 1))), 8)
-    if workers <= 1:
-        return [function(item) for item in items]
-    with concurrent.futures.ThreadPoolExecutor(workers, "jdelta") as pool:
-        try:
-            results = pool.map(function, items)
-        except RuntimeError:  # the interpreter is ending: no new threads
-            return [function(item) for item in items]
-        return list(results)
+    results: list[Any] = [None] * len(items)
+    left = deque(enumerate(items))
+
+    def work() -> None:
+        while True:
+            try:
+                index, item = left.popleft()  # atomic: each item is taken once
+            except IndexError:
+                return
+            try:
+                results[index] = function(item)
+            except BaseException:
+                left.clear()
+                raise
+
+    with concurrent.futures.ThreadPoolExecutor(max(1, workers - 1), "jdelta") as pool:
+        helpers = []
+        # No new thread (the interpreter is ending, or too many): fewer do it all.
+        with contextlib.suppress(RuntimeError):
+            for _ in range(workers - 1):
+                helpers.append(pool.submit(work))
+        work()
+        for helper in helpers:
+            helper.result()
+    return results
 
 
 def fetch_object(bucket: Bucket, ref: ObjectRef, meter: Meter, kind: str) -> bytes:
@@ -130,6 +150,12 @@ def fetch_delta(
             for name, entry in manifest.tensors.items()
             if entry.changed and entry.object == index
         ]
+        most = delta_object.max_bytes([specs[name] for name in listed])
+        if ref.size > most:
+            raise CorruptError(
+                f"{ref.name}: {ref.size} bytes are more than changes of its "
+                f"{len(listed)} tensors can take ({most}); nothing was fetched"
+            )
         data = fetch_object(bucket, ref, meter, "delta")
         for name, payload in delta_object.unpack(data, listed).items():
             payloads[name] = (specs[name], payload, manifest.tensors[name].changed)
@@ -177,6 +203,13 @@ def read_anchor(
         raise CorruptError(
             f"the anchor of version {manifest.version} promises {promised} bytes of "
             f"weights in objects of {sizes} bytes"
+        )
+    # Headers and the index name each tensor once more.
+    most = promised + (len(manifest.objects) + 1) * max_header_bytes(specs)
+    if sizes > most:
+        raise CorruptError(
+            f"the anchor of version {manifest.version} has {sizes} bytes for tensors "
+            f"that take at most {most}; nothing was fetched"
         )
     start = time.perf_counter()
     weights = {

@@ -14,6 +14,7 @@ import numpy as np
 
 from jdelta.errors import MissingExtraError, TreeError
 from jdelta.stream.update import is_jax_tree
+from jdelta.wire.anchor import check_storable
 from jdelta.wire.bits import to_bits
 from jdelta.wire.changes import Changes
 from jdelta.wire.dtypes import TensorSpec, bits_dtype, tensor_spec
@@ -58,6 +59,7 @@ def specs_of(leaves: Mapping[str, Any]) -> dict[str, TensorSpec]:
         _check_leaf(name, leaf)
     specs = {name: tensor_spec(name, leaf) for name, leaf in leaves.items()}
     check_tree(specs.values())
+    check_storable(specs.values())
     return specs
 
 

@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from jdelta.errors import (
     StateMismatchError,
     WaitTimeoutError,
 )
-from jdelta.stream.chain import Chain
+from jdelta.stream.chain import DAMAGE, Chain
 from jdelta.stream.fetch import Meter
 from jdelta.stream.rebuild import rebuild, resolve, shaped
 from jdelta.stream.records import ReaderStats
@@ -28,6 +28,7 @@ from jdelta.stream.stager import Staged, Stager
 from jdelta.stream.update import Update
 from jdelta.wire import names
 from jdelta.wire.control import ReaderStatus
+from jdelta.wire.dtypes import TensorSpec
 from jdelta.wire.manifest import Manifest, VersionId
 
 _log = logging.getLogger(__name__)
@@ -137,24 +138,34 @@ class Subscriber:
             WaitTimeoutError: nothing was committed in time.
             VersionNotFoundError: the version was removed.
             CorruptError: no sound objects lead to it.
-            TreeError: `like` has other names, dtypes or shapes.
+            TreeError: `like` has other names, dtypes or shapes, or JAX as it is set
+                cannot hold a leaf (64-bit types are off); nothing was fetched.
         """
+        place = check = None
+        if like is not None:
+            from jdelta.stream import _jax
+
+            place, check = _jax.place, functools.partial(_jax.check, like)
         self.wait_for(0 if version is None else version, timeout)
         with self._lock:
             meter = Meter()
-            weights, manifest = self._rebuild(version, meter)
-            if like is None:
+            weights, manifest = self._rebuild(version, meter, check)
+            if place is None:
                 params = shaped(weights, manifest)
             else:
-                from jdelta.stream import _jax
-
-                params = _jax.place(weights, manifest.specs(), like)
+                params = place(weights, manifest.specs(), like)
             self._count(meter)
             self._hold(manifest.id)
         self._report()
         return params
 
-    def whole(self, version: int | None = None, *, timeout: float = 60.0) -> Update:
+    def whole(
+        self,
+        version: int | None = None,
+        *,
+        check: Callable[[dict[str, TensorSpec]], object] | None = None,
+        timeout: float = 60.0,
+    ) -> Update:
         """Rebuilds and proves a version as an update that replaces every weight.
 
         What `restore` does, for a receiver that writes into weights it already has:
@@ -163,6 +174,8 @@ class Subscriber:
 
         Args:
             version: The version wanted. None: the newest that sound objects lead to.
+            check: Called with the published tensors before their weights are fetched;
+                what it raises ends the call.
             timeout: Seconds to wait for the version to be committed.
 
         Raises:
@@ -173,7 +186,7 @@ class Subscriber:
         self.wait_for(0 if version is None else version, timeout)
         with self._lock:
             meter = Meter()
-            weights, manifest = self._rebuild(version, meter)
+            weights, manifest = self._rebuild(version, meter, check)
             self._count(meter)
         return Update(
             manifest=manifest,
@@ -284,9 +297,19 @@ class Subscriber:
     # -- helpers
 
     def _rebuild(
-        self, version: int | None, meter: Meter
+        self,
+        version: int | None,
+        meter: Meter,
+        check: Callable[[dict[str, TensorSpec]], object] | None,
     ) -> tuple[dict[str, np.ndarray], Manifest]:
         vid = resolve(self._chain, version)
+        if check is not None:
+            try:
+                specs = self._chain.manifest(vid).specs()
+            except DAMAGE:  # the newest before it will do, or rebuilding says why not
+                pass
+            else:
+                check(specs)
         return rebuild(self._chain, vid, meter, newest=version is None)
 
     def _hold(self, vid: VersionId) -> None:

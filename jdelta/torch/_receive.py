@@ -13,6 +13,7 @@ from jdelta.stream.fetch import parallel
 from jdelta.torch._dtypes import as_integers, torch_dtype
 from jdelta.torch._leaves import Names, find_leaves
 from jdelta.torch._writes import Writes, run, stage, synchronize
+from jdelta.wire.dtypes import TensorSpec
 
 if TYPE_CHECKING:
     from jdelta.stream.subscriber import Subscriber
@@ -46,9 +47,9 @@ def restore(
 
     Collective: no. Runs on the calling thread.
     """
-    update = sub.whole(version, timeout=timeout)
+    update = sub.whole(version, check=_dtypes, timeout=timeout)
     weights, specs = dict(update.weights or {}), update.specs
-    dtypes = {name: torch_dtype(spec) for name, spec in specs.items()}
+    dtypes = _dtypes(specs)
     start = time.perf_counter()
     tensors = {}
     for name, spec in specs.items():
@@ -85,7 +86,8 @@ def load_into(
 
     Collective: no. Runs on the calling thread.
     """
-    update = sub.whole(version, timeout=timeout)
+    check = partial(find_leaves, target, names=names)
+    update = sub.whole(version, check=check, timeout=timeout)
     apply(update, target, names=names)
     return update.version
 
@@ -144,6 +146,10 @@ def apply(update: Update, target: _Target, *, names: Names | None = None) -> _Ta
         synchronize(devices)
         _spend(update, "apply", start)
     return target
+
+
+def _dtypes(specs: Mapping[str, TensorSpec]) -> dict[str, torch.dtype]:
+    return {name: torch_dtype(spec) for name, spec in specs.items()}
 
 
 def _spend(update: Update, stage: str, start: float) -> float:

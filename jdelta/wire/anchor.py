@@ -15,7 +15,7 @@ from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from safetensors import SafetensorError
-from safetensors.numpy import save_file
+from safetensors.numpy import save, save_file
 
 from jdelta.errors import CorruptError, FormatError, TreeError
 from jdelta.wire import safetensors
@@ -37,6 +37,18 @@ class AnchorFile(NamedTuple):
 
     path: Path
     tensors: tuple[str, ...]
+
+
+def check_storable(specs: Iterable[TensorSpec]) -> None:
+    """Raises TreeError for a dtype that the installed safetensors cannot write."""
+    for spec in {spec.dtype: spec for spec in specs}.values():
+        try:
+            save({"x": np.empty(0, numpy_dtype(spec.dtype))})
+        except SafetensorError as error:
+            raise TreeError(
+                f"the installed safetensors cannot write {spec.name!r} ({spec}): "
+                f"{error}; a newer one can, or publish another dtype"
+            ) from error
 
 
 def write_anchor(
@@ -75,18 +87,14 @@ def write_anchor(
             save_file(batch, path, {"format": "pt"})
         except SafetensorError as error:
             failed = re.search(r"os error (\d+)", str(error))
-            if failed is not None:
-                raise OSError(int(failed[1]), str(error)) from error
-            if "not covered" not in str(error):
+            if failed is None:
                 raise
-            raise TreeError(
-                f"the installed safetensors cannot write one of {sorted(batch)[:5]}: "
-                f"{error}; a newer one can, or publish another dtype"
-            ) from error
+            raise OSError(int(failed[1]), str(error)) from error
         shards.append((path, tuple(batch)))
         batch.clear()
 
     for spec, bits in tensors:
+        check_storable([spec])
         array = _as_stored(spec, bits)
         if spec.name in seen:
             raise TreeError(f"two tensors are published as {spec.name!r}")

@@ -17,7 +17,8 @@ from safetensors.numpy import save
 
 from jdelta.errors import FormatError
 from jdelta.wire import safetensors
-from jdelta.wire.manifest import check_tensor_name
+from jdelta.wire.dtypes import TensorSpec
+from jdelta.wire.manifest import CHUNK_ELEMENTS, check_tensor_name
 from jdelta.wire.tensor import EncodedTensor
 
 METADATA_KEY = "jdelta"
@@ -45,6 +46,16 @@ def pack(tensors: Mapping[str, EncodedTensor], metadata: Mapping[str, Any]) -> b
         },
         {METADATA_KEY: json.dumps(described, separators=(",", ":"))},
     )
+
+
+def max_bytes(specs: Collection[TensorSpec]) -> int:
+    """The most bytes that an object with changes of these tensors can have.
+
+    Twice the tensors: once for where, once for what; and each chunk's headers.
+    """
+    header = safetensors.max_header_bytes(spec.name for spec in specs)
+    chunks = sum(1 + spec.size // CHUNK_ELEMENTS for spec in specs)
+    return header + 256 * chunks + 2 * sum(spec.nbytes for spec in specs)
 
 
 def unpack(

@@ -42,6 +42,13 @@ class Header(NamedTuple):
     metadata: dict[str, str]
 
 
+def max_header_bytes(names: Iterable[str]) -> int:
+    """The most bytes that the header of a file with these tensors can have."""
+    # Names may stand twice, in metadata too, each byte escaped as `\\u0000`.
+    needed = sum(2048 + 14 * len(name.encode()) for name in names)
+    return min(MAX_HEADER_BYTES, _SPARE_BYTES + needed)
+
+
 def header_length(
     first: bytes | memoryview, file_size: int, names: Iterable[str]
 ) -> int:
@@ -56,11 +63,9 @@ def header_length(
         FormatError: the file cannot hold such a header.
     """
     length = int.from_bytes(first, "little")
-    # Names may stand twice, in metadata too, each byte escaped as `\\u0000`.
-    needed = sum(2048 + 14 * len(name.encode()) for name in names)
     if (
         len(first) != LENGTH_BYTES
-        or not 2 <= length <= min(MAX_HEADER_BYTES, _SPARE_BYTES + needed)
+        or not 2 <= length <= max_header_bytes(names)
         or length > file_size - LENGTH_BYTES
     ):
         raise FormatError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import threading
 
 import numpy as np
 import pytest
@@ -21,6 +22,8 @@ from jdelta.errors import (
 )
 from jdelta.stream import Subscriber, load
 from jdelta.stream.encode import encode_anchor, full_digests
+from jdelta.stream.fetch import parallel
+from jdelta.testing import FaultyBucket
 from jdelta.wire import names
 from jdelta.wire.control import EpochClaim, Pointer
 from jdelta.wire.manifest import Manifest, VersionId
@@ -405,6 +408,26 @@ def test_a_manifest_that_lies(change, version, run):
     run.trainer.check(run.params, load(run.bucket, run.sub.version)[1])
 
 
+@pytest.mark.parametrize("kind", ["delta", "anchor"])
+def test_an_object_larger_than_its_tensors_can_need_is_not_fetched(kind, run):
+    """A manifest of some KiB cannot make a reader fetch what it likes."""
+    version = 5 if kind == "delta" else 0
+    manifest = Manifest.parse(run.bucket.get(run.manifest(version)))
+    ref = manifest.objects[0]
+    huge = run.bucket.get(ref.name) + bytes(4 << 20)
+    run.bucket.put(ref.name, huge)
+    objects = (
+        ref._replace(size=len(huge), sha256=hashlib.sha256(huge).hexdigest()),
+        *manifest.objects[1:],
+    )
+    rewritten(run.bucket, run.manifest(version), objects=objects)
+    watched = FaultyBucket(run.bucket, count_reads=True)
+    with pytest.raises(CLEAR, match="nothing was fetched"):
+        load(watched, version)
+    fetched = [o.name for o in watched.operations if o.op in ("get", "open")]
+    assert ref.name not in fetched
+
+
 def rewritten(bucket, name, **changes):
     manifest = Manifest.parse(bucket.get(name))
     fields = {**vars(manifest), **changes}
@@ -691,3 +714,27 @@ def test_a_wait_on_a_broken_run_says_what_is_wrong(run):
     caught = run.reader_is_stopped()
     assert caught.type is WaitTimeoutError
     assert "manifest" in str(caught.value) or "damaged" in str(caught.value)
+
+
+def test_each_item_is_worked_on_once_when_threads_run_out(monkeypatch):
+    """A pool that refuses a thread has queued the work for the ones it has."""
+    start, started = threading.Thread.start, []
+
+    def refusing(thread):
+        if len(started) >= 2 and thread.name.startswith("jdelta_"):
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refusing)
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    for _ in range(20):
+        started.clear()
+        seen = []
+        assert parallel(lambda i, seen=seen: seen.append(i) or -i, range(100)) == [
+            -i for i in range(100)
+        ]
+        assert sorted(seen) == list(range(100))
+    with pytest.raises(ZeroDivisionError):
+        parallel(lambda i: 1 // (i - 50), range(100))
+    assert parallel(abs, []) == []

@@ -1,6 +1,8 @@
 """JAX at both ends: device deltas in, sharded arrays out, bit for bit."""
 
 import functools
+import re
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +10,14 @@ import numpy as np
 import pytest
 
 import jdelta
+import jdelta.wire
+from jdelta.bucket import open_bucket
 from jdelta.errors import DeltaOverflowError, StateMismatchError, TreeError
+from jdelta.testing import FaultyBucket
+from jdelta.wire.anchor import check_storable
+from jdelta.wire.bits import to_bits
+from jdelta.wire.changes import Changes
+from jdelta.wire.dtypes import NAMES, TensorSpec, numpy_dtype
 
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 
@@ -233,3 +242,76 @@ def test_restore_like_another_tree_is_refused(bucket, bad):
         pub.flush()
         with pytest.raises(TreeError):
             jdelta.Subscriber(bucket).restore(like=bad)
+
+
+@pytest.mark.parametrize("kind", ["another tree", "64-bit types off"])
+def test_a_wrong_tree_is_refused_before_weights_are_fetched(bucket, kind):
+    weights = {"w": np.zeros(4, np.float64 if kind != "another tree" else np.float32)}
+    with jdelta.Publisher(bucket, weights) as pub:
+        pub.flush()
+    watched = FaultyBucket(open_bucket(bucket), count_reads=True)
+    like = {"w": jax.ShapeDtypeStruct((4,), np.float64)}
+    with pytest.raises(TreeError, match="'w'"):
+        jdelta.Subscriber(watched).restore(like=like)
+    names = [operation.name for operation in watched.operations]
+    assert names and not [name for name in names if name.startswith("anchors/")]
+
+
+@pytest.fixture
+def set_x64():
+    before = jax.config.jax_enable_x64
+    yield lambda on: jax.config.update("jax_enable_x64", on)
+    jax.config.update("jax_enable_x64", before)
+
+
+def documented():
+    text = (Path(jdelta.wire.__file__).parent / "FORMAT.md").read_text()
+    return re.findall(r"^\| `(\w+)` \| (\d) \| (.*?) \| (.*?) \|$", text, re.M)
+
+
+def test_the_documented_dtypes_are_all_that_can_be_published():
+    rows = documented()
+    assert sorted(name for name, *_ in rows) == sorted(NAMES)
+    assert all(int(size) == numpy_dtype(name).itemsize for name, size, *_ in rows)
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("row", documented(), ids=lambda row: row[0])
+def test_each_dtype_is_taken_by_whom_the_format_says(row, x64, bucket, set_x64):
+    """What JAX cannot hold bit for bit is refused by name; NumPy takes all."""
+    name, size, in_jax, _ = row
+    dtype = numpy_dtype(name)
+    try:
+        check_storable([TensorSpec("w", name, (1,))])
+    except TreeError as error:
+        with pytest.raises(TreeError, match="'w'"):  # before anything is claimed
+            jdelta.Publisher(bucket, {"w": np.zeros(1, dtype)})
+        assert jdelta.Subscriber(bucket).latest() is None
+        pytest.skip(str(error))
+    bits = np.arange(48, dtype=np.uint8) % (2 if name == "BOOL" else 251)
+    old = bits.view(dtype)
+    new = np.roll(old, 1)
+    can = in_jax == "yes" or (in_jax == "with `jax_enable_x64`" and x64)
+    set_x64(x64)
+    # No anchor of such deltas, which are larger than these weights.
+    with jdelta.Publisher(bucket, {"w": old}, anchor_share=1e9) as pub:
+        pub.flush()
+        with jdelta.Subscriber(bucket) as sub:
+            held = sub.restore()
+            assert raw(held) == raw({"w": old})
+            like = {"w": jax.ShapeDtypeStruct(old.shape, dtype)}
+            if not can:
+                with pytest.raises(TreeError, match="'w'"):
+                    sub.restore(like=like)
+                with pytest.raises(TreeError, match="'w'"):
+                    jdelta.diff({"w": old}, {"w": new})
+                change = Changes.between(to_bits(old), to_bits(new))
+                pub.publish({"w": change})
+            else:
+                held = sub.restore(like=like)
+                assert held["w"].dtype == dtype and raw(held) == raw({"w": old})
+                pub.publish(jdelta.diff(held, {"w": jnp.asarray(new)}))
+            pub.flush()
+            update = next(sub.updates(timeout=30))
+            assert update.kind == "delta"
+            assert raw(update.apply(held)) == raw({"w": new})

@@ -1,9 +1,12 @@
 """PyTorch receivers: real tensors, a real run in a directory, bit for bit."""
 
 import copy
+import re
 import subprocess
 import sys
 import tracemalloc
+import uuid
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -13,9 +16,12 @@ torch = pytest.importorskip("torch")
 
 import jdelta  # noqa: E402
 import jdelta.torch  # noqa: E402
+from jdelta.bucket import MemoryBucket  # noqa: E402
 from jdelta.errors import StateMismatchError, TreeError  # noqa: E402
+from jdelta.testing import FaultyBucket  # noqa: E402
 from jdelta.torch import _writes  # noqa: E402
 from jdelta.torch._leaves import find_leaves  # noqa: E402
+from jdelta.wire import dtypes  # noqa: E402
 from jdelta.wire.changes import Changes  # noqa: E402
 
 pytestmark = pytest.mark.interop
@@ -721,3 +727,24 @@ def test_without_torch_the_error_says_what_to_install():
 def test_jax_is_not_imported():
     done = python("import sys, jdelta.torch; print('jax' in sys.modules)")
     assert done.stdout.strip() == "False", done.stderr
+
+
+def test_each_dtype_is_taken_as_the_format_says():
+    text = (Path(dtypes.__file__).parent / "FORMAT.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| \d \| .*? \| (.*?) \|$", text, re.M)
+    assert sorted(name for name, _ in rows) == sorted(dtypes.NAMES)
+    for name, word in rows:
+        optional = word == "where it has the dtype"
+        assert optional or word == "yes"
+        assert optional or name in jdelta.torch._dtypes._DTYPES
+
+
+def test_another_module_is_refused_before_weights_are_fetched():
+    bucket = MemoryBucket(uuid.uuid4().hex)
+    with jdelta.Publisher(bucket, {"w": np.zeros(4, np.float32)}) as pub:
+        pub.flush()
+    watched = FaultyBucket(bucket, count_reads=True)
+    with pytest.raises(TreeError, match="missing"):
+        jdelta.torch.load_into(jdelta.Subscriber(watched), {"v": torch.zeros(4)})
+    names = [operation.name for operation in watched.operations]
+    assert names and not [name for name in names if name.startswith("anchors/")]

@@ -181,7 +181,7 @@ def test_a_dtype_the_library_cannot_write_is_refused_by_name(tmp_path, monkeypat
     def refuse(*_):
         raise SafetensorError("dtype float8_e8m0fnu is not covered")
 
-    monkeypatch.setattr(anchor, "save_file", refuse)
+    monkeypatch.setattr(anchor, "save", refuse)
     spec = TensorSpec("w", "U8", (1,))
     with pytest.raises(TreeError, match="'w'.*float8_e8m0fnu"):
         anchor.write_anchor([(spec, np.zeros(1, np.uint8))], tmp_path / "a")
