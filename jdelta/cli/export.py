@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from jdelta.wire.anchor import AnchorFile
+    from jdelta.wire.dtypes import TensorSpec
     from jdelta.wire.manifest import Manifest
 
 _SHARD_GB = 5.0  # what Hugging Face checkpoints use
@@ -146,18 +147,23 @@ def _prove(files: list[AnchorFile], manifest: Manifest) -> None:
     Raises:
         CorruptError: What is on disk is not the version.
     """
-    from jdelta.stream.fetch import Meter, prove
+    from jdelta.wire import digest
+    from jdelta.wire.manifest import version_digest
 
-    weights: dict[str, np.ndarray] = {}
-    for file in files:
-        if file.tensors:
-            weights |= _read(file)
-    if weights.keys() != manifest.tensors.keys():
-        raise CorruptError("the files hold other tensors than the version")
-    prove(weights, manifest, Meter())
+    found = version_digest(
+        (spec, digest.full(bits))
+        for file in files
+        if file.tensors
+        for spec, bits in _read(file)
+    )
+    if found != manifest.digest:
+        raise CorruptError(
+            f"the files have digest {found:016x}, version {manifest.version} has "
+            f"{manifest.digest:016x}: the disk did not keep what was written"
+        )
 
 
-def _read(file: AnchorFile) -> dict[str, np.ndarray]:
+def _read(file: AnchorFile) -> Iterator[tuple[TensorSpec, np.ndarray]]:
     """The flat bits of each tensor in a safetensors file, mapped, not loaded."""
     import numpy as np
 
@@ -165,7 +171,5 @@ def _read(file: AnchorFile) -> dict[str, np.ndarray]:
     from jdelta.wire.dtypes import bits_dtype
 
     raw = np.memmap(file.path, np.uint8, mode="r")
-    return {
-        spec.name: np.asarray(raw[start:end]).view(bits_dtype(spec.dtype))
-        for spec, start, end in safetensors.parse(raw.data, file.tensors).tensors
-    }
+    for spec, start, end in safetensors.parse(raw.data, file.tensors).tensors:
+        yield spec, np.asarray(raw[start:end]).view(bits_dtype(spec.dtype))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-import math
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
     from jdelta.stream import Chain
     from jdelta.wire.manifest import Manifest, VersionId
+    from jdelta.wire.state import State
 
 
 @command
@@ -34,12 +35,12 @@ def inspect(
         bool, typer.Option("--tensors", help="Show each tensor of the version, too.")
     ] = False,
     last: Annotated[
-        int, typer.Option(min=0, help="Show only so many newest versions; 0: all.")
-    ] = 0,
+        int, typer.Option(min=0, help="Show so many of the newest versions; 0: all.")
+    ] = 20,
     as_json: Json = False,
     debug: Debug = False,
 ) -> None:
-    """Show a run's versions: kinds, sizes, densities, steps and times.
+    """Show a run's versions, newest first: kinds, sizes, densities, steps and times.
 
     With `--version`, only the chain that rebuilds that version.
     """
@@ -55,21 +56,21 @@ def inspect(
             "the URL is not a run's"
         )
     if version is None:
-        rows = [_row(chain, vid) for vid in list(chain.versions())[-last:]]
-        shown = chain.manifest(tip) if tensors else None
+        every = [*chain.versions()]
     else:
         vid = chain.locate(version)
         if vid is None or version > tip.version:
             raise VersionNotFoundError(
                 f"{url} has no version {version}; its newest is {tip.version}"
             )
-        path = [_describe(manifest) for manifest in chain.path_back(vid)]
-        rows = path[::-1][-last:]
-        shown = chain.manifest(vid) if tensors else None
+        every = [manifest.id for manifest in chain.path_back(vid)][::-1]
+    elements = _elements(chain, every)
+    rows = [_row(chain, vid, elements) for vid in every[-last:][::-1]]
+    shown = chain.manifest(every[-1]) if tensors else None
     anchors = _later_anchors(chain)
     for row in rows:
         row["later_anchor"] = (row["epoch"], row["version"]) in anchors
-    per_tensor = [] if shown is None else _tensors(shown)
+    per_tensor = [] if shown is None else _tensors(shown, chain.state(shown.id))
     if as_json:
         result: dict[str, Any] = {"url": url, "run": chain.run, "newest": tip.version}
         result |= {"epochs": [segment.epoch for segment in chain.segments]}
@@ -77,7 +78,7 @@ def inspect(
         print_json(result)
     else:
         console = Console(highlight=False)
-        _print_versions(console, chain, tip, rows)
+        _print_versions(console, chain, tip, rows, len(every))
         if shown is not None:
             _print_tensors(console, shown, per_tensor)
     broken = [row["version"] for row in rows if "error" in row]
@@ -88,16 +89,26 @@ def inspect(
         )
 
 
-def _row(chain: Chain, vid: VersionId) -> dict[str, Any]:
+def _elements(chain: Chain, versions: list[VersionId]) -> int | None:
+    """Elements of the published tree, from the newest version that tells."""
+    for vid in reversed(versions):
+        with contextlib.suppress(FormatError, VersionNotFoundError):
+            return chain.state(vid).elements
+    return None
+
+
+def _row(chain: Chain, vid: VersionId, elements: int | None) -> dict[str, Any]:
     try:
-        return _describe(chain.manifest(vid))
+        return _describe(chain.manifest(vid), elements)
     except (FormatError, VersionNotFoundError) as error:
         return {"epoch": vid.epoch, "version": vid.version, "error": str(error)}
 
 
-def _describe(manifest: Manifest) -> dict[str, Any]:
-    elements = sum(math.prod(t.shape) for t in manifest.tensors.values())
-    changed = sum(t.changed for t in manifest.tensors.values())
+def _describe(manifest: Manifest, elements: int | None) -> dict[str, Any]:
+    if manifest.kind == "anchor":
+        changed = elements
+    else:
+        changed = sum(entry.changed for entry in manifest.changes.values())
     base = manifest.base
     return {
         "epoch": manifest.epoch,
@@ -111,7 +122,7 @@ def _describe(manifest: Manifest) -> dict[str, Any]:
         "bytes": sum(ref.size for ref in manifest.objects),
         "elements": elements,
         "changed": changed,
-        "density": changed / elements if elements else 0.0,
+        "density": changed / elements if changed and elements else 0.0,
         "digest": f"{manifest.digest:016x}",
     }
 
@@ -128,25 +139,32 @@ def _later_anchors(chain: Chain) -> set[tuple[int, int]]:
     return found
 
 
-def _tensors(manifest: Manifest) -> list[dict[str, Any]]:
+def _tensors(manifest: Manifest, state: State) -> list[dict[str, Any]]:
     rows = []
-    for name, entry in manifest.tensors.items():
-        size = math.prod(entry.shape)
+    for name, spec in state.specs.items():
+        changed = spec.size
+        if manifest.kind != "anchor":
+            entry = manifest.changes.get(name)
+            changed = 0 if entry is None else entry.changed
         rows.append(
             {
                 "name": name,
-                "dtype": entry.dtype,
-                "shape": list(entry.shape),
-                "changed": entry.changed,
-                "density": entry.changed / size if size else 0.0,
-                "digest": f"{entry.digest:016x}",
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                "changed": changed,
+                "density": changed / spec.size if spec.size else 0.0,
+                "digest": f"{state.digests[name]:016x}",
             }
         )
     return rows
 
 
 def _print_versions(
-    console: Console, chain: Chain, tip: VersionId, rows: list[dict[str, Any]]
+    console: Console,
+    chain: Chain,
+    tip: VersionId,
+    rows: list[dict[str, Any]],
+    total: int,
 ) -> None:
     from rich.table import Table
     from rich.text import Text
@@ -178,9 +196,10 @@ def _print_versions(
             console.print(Text(f"version {row['version']}: {row['error']}"))
     sound = [row for row in rows if "error" not in row]
     deltas = [row["density"] for row in sound if row["kind"] == "delta"]
-    total = sum(row["bytes"] for row in sound)
+    size = sum(row["bytes"] for row in sound)
     mean = f", mean density of deltas {sum(deltas) / len(deltas):.3%}" if deltas else ""
-    console.print(f"{len(rows)} versions, {human_bytes(total)}{mean}")
+    count = f"{total} versions" if len(rows) == total else f"{len(rows)} of {total}"
+    console.print(f"{count}, {human_bytes(size)}{mean}")
 
 
 def _print_tensors(

@@ -75,7 +75,7 @@ def apply(update: Update, tree: Any, *, donate: bool) -> Any:
                 f"process's devices, got {type(leaf).__name__}"
             )
     start = time.perf_counter()
-    if update.steps is None:
+    if update.patch is None:
         new = {
             name: _put(host, named[name].sharding)
             for name, host in update.shaped_weights().items()
@@ -90,10 +90,10 @@ def apply(update: Update, tree: Any, *, donate: bool) -> Any:
     # Gather and prove everything before the first write.
     gathered = {
         name: _gather(named[name], steps.positions)
-        for name, steps in update.steps.items()
+        for name, steps in update.patch.items()
     }
     patches = {}
-    for name, steps in update.steps.items():
+    for name, steps in update.patch.items():
         old = _collect(gathered[name], len(steps.positions), specs[name])
         patches[name] = prove_steps(old, steps, specs[name])
     staged = time.perf_counter()

@@ -19,7 +19,8 @@ from jdelta.stream.encode import encode_anchor
 from jdelta.stream.fetch import Meter
 from jdelta.stream.ledger import Ledger
 from jdelta.stream.rebuild import rebuild
-from jdelta.wire.manifest import Manifest
+from jdelta.wire.manifest import Manifest, VersionId
+from jdelta.wire.state import State
 
 _log = logging.getLogger(__name__)
 
@@ -63,32 +64,31 @@ class AnchorMaker:
         if not share > 0:
             raise ValueError(f"anchor_share must be positive, got {share}")
 
-    def resume(self, tip: Manifest) -> None:
+    def resume(self, tip: VersionId) -> None:
         """Counts the versions and bytes since the last anchor of a resumed run."""
         chain = Chain(self._epoch.bucket)
         with contextlib.suppress(JDeltaError):  # only sets when the next one is due
             chain.read_run()
             chain.refresh_epochs()
-            for manifest in chain.path_back(tip.id):
+            for manifest in chain.path_back(tip):
                 if manifest.kind == "anchor" or chain.alternate_of(manifest):
                     return
                 self._add(manifest)
 
-    def committed(self, manifest: Manifest) -> None:
+    def committed(self, manifest: Manifest, state: State) -> None:
         """Takes note of a committed version; starts an anchor of it when due."""
         if manifest.kind == "anchor":
             self._versions = self._bytes = 0
             return
         self._add(manifest)
-        whole = sum(spec.nbytes for spec in manifest.specs().values())
-        due = self._bytes >= self._share * whole or (
+        due = self._bytes >= self._share * state.nbytes or (
             self._every is not None and self._versions >= self._every
         )
         if not due or (self._thread is not None and self._thread.is_alive()):
             return
         self._versions = self._bytes = 0
         thread = threading.Thread(
-            target=self._make, args=(manifest,), name="jdelta-anchor", daemon=True
+            target=self._make, args=(manifest.id,), name="jdelta-anchor", daemon=True
         )
         try:
             thread.start()
@@ -105,23 +105,14 @@ class AnchorMaker:
         self._versions += 1
         self._bytes += manifest.nbytes
 
-    def _make(self, manifest: Manifest) -> None:
+    def _make(self, vid: VersionId) -> None:
         start = time.perf_counter()
         bucket = self._epoch.bucket
         try:
             chain = Chain(bucket)
             chain.read_run()
-            bits, _ = rebuild(chain, manifest.id, Meter(), share=0.5)
-            with encode_anchor(
-                bits,
-                manifest.specs(),
-                {name: entry.digest for name, entry in manifest.tensors.items()},
-                bucket,
-                run=manifest.run,
-                vid=manifest.id,
-                step=manifest.step,
-                alternate=True,
-            ) as attempt:
+            bits, state = rebuild(chain, vid, Meter(), share=0.5)
+            with encode_anchor(bits, state, bucket, alternate=True) as attempt:
                 bits.clear()
                 for name, data in attempt.objects:
                     bucket.put(name, data, move=True)
@@ -129,7 +120,7 @@ class AnchorMaker:
             self._epoch.count("anchor", attempt.manifest.nbytes)
             self._epoch.count("manifest", len(attempt.document))
         except Exception as error:
-            _log.warning("no anchor of version %d", manifest.version)
+            _log.warning("no anchor of version %d", vid.version)
             if isinstance(error, DAMAGE):
                 self._on_damage(
                     PublishError(f"the chain in the bucket is damaged ({error})")

@@ -7,6 +7,7 @@ versions.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import os
@@ -24,8 +25,9 @@ from jdelta.errors import (
 from jdelta.wire import names
 from jdelta.wire.control import EpochClaim, Pointer, RunInfo
 from jdelta.wire.manifest import Manifest, VersionId
+from jdelta.wire.state import State
 
-# A manifest lists every tensor; 64 MiB is some 400,000 of them.
+# An anchor's manifest lists every tensor; 64 MiB is some 400,000 of them.
 MAX_DOCUMENT_BYTES = 64 << 20
 _MAX_MANIFESTS_KEPT = 256
 _EPOCHS = "epochs/"
@@ -206,7 +208,32 @@ class Chain:
             FormatError: it is malformed, of a newer format, or names another version.
             RunError: it belongs to another run.
         """
-        return self._read_manifest(names.manifest_name(vid.epoch, vid.version), vid)
+        name = names.manifest_name(vid.epoch, vid.version)
+        manifest = self._read_manifest(name, vid)
+        if manifest.kind == "fold":
+            raise FormatError(f"{name} is a fold, which commits no version")
+        return manifest
+
+    def state(self, vid: VersionId) -> State:
+        """The tensors and digests of `vid`, from its manifest back to an anchor's.
+
+        Raises:
+            VersionNotFoundError: a manifest on the way is missing.
+            FormatError: one is malformed, or they contradict each other.
+        """
+        deltas: list[Manifest] = []
+        for manifest in self.path_back(vid):
+            anchor = manifest if manifest.kind == "anchor" else None
+            if anchor is None:
+                with contextlib.suppress(FormatError):
+                    anchor = self.alternate_of(manifest)
+            if anchor is not None:
+                state = State.of(anchor)
+                for delta in reversed(deltas):
+                    state = state.after(delta)
+                return state
+            deltas.append(manifest)
+        raise VersionNotFoundError(f"{self.bucket.url}: no anchor before {vid}")
 
     def anchor_of(self, vid: VersionId) -> Manifest | None:
         """An anchor of exactly `vid`: its own manifest, or one made for it later."""

@@ -8,6 +8,7 @@ the old newest version or the new one.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import socket
 import threading
@@ -24,11 +25,14 @@ from jdelta.errors import (
     RunError,
     TreeError,
 )
-from jdelta.stream.chain import MAX_DOCUMENT_BYTES, Chain, sha256_hex
+from jdelta.stream.chain import DAMAGE, MAX_DOCUMENT_BYTES, Chain, sha256_hex
 from jdelta.wire import names
 from jdelta.wire.control import EpochClaim, Pointer, RunInfo
 from jdelta.wire.dtypes import TensorSpec
-from jdelta.wire.manifest import Manifest
+from jdelta.wire.manifest import Manifest, VersionId
+from jdelta.wire.state import State
+
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -36,6 +40,7 @@ class Attempt:
     """One version, encoded and ready to put. Kept until it is committed."""
 
     manifest: Manifest
+    state: State
     document: bytes
     objects: list[tuple[str, bytes | Path]]
     name: str
@@ -47,15 +52,17 @@ class Epoch:
     Attributes:
         run: The run's id.
         number: The epoch claimed.
-        tip: The manifest of the newest committed version, or None before the first.
+        last: The newest committed version, or None before the first.
+        tip: Its tensors and digests; None too where damage in the bucket hides them.
     """
 
-    def __init__(self, chain: Chain, claim: EpochClaim, tip: Manifest | None):
+    def __init__(self, chain: Chain, claim: EpochClaim, tip: State | None):
         """Takes what `claim_epoch` found; use that to make one."""
         self.chain = chain
         self.bucket = chain.bucket
         self.run = claim.run
         self.number = claim.epoch
+        self.last = claim.base
         self.tip = tip
         self._claim = claim
         self._written: dict[str, int] = {}
@@ -64,7 +71,7 @@ class Epoch:
     @property
     def next_version(self) -> int:
         """The number the next version gets; the first of a run is 0."""
-        return 0 if self.tip is None else self.tip.version + 1
+        return 0 if self.last is None else self.last.version + 1
 
     def upload(self, kind: str, name: str, data: bytes | Path) -> None:
         """Puts one object of a version of `kind`; may be repeated."""
@@ -87,18 +94,16 @@ class Epoch:
         self.count("manifest", len(attempt.document))
         # Whoever claimed meanwhile may not have seen this version.
         self.check_fence(attempt.manifest.version)
-        self.tip = attempt.manifest
+        self.last, self.tip = attempt.state.id, attempt.state
 
-    def point(self) -> None:
-        """Moves the pointer to the newest version."""
-        if self.tip is None:
-            return
+    def point(self, attempt: Attempt) -> None:
+        """Moves the pointer to a committed version."""
         pointer = Pointer(
             run=self.run,
-            epoch=self.tip.epoch,
-            version=self.tip.version,
-            manifest=names.manifest_name(self.tip.epoch, self.tip.version),
-            sha256=sha256_hex(self.tip.to_json()),
+            epoch=attempt.manifest.epoch,
+            version=attempt.manifest.version,
+            manifest=attempt.name,
+            sha256=sha256_hex(attempt.document),
         ).to_json()
         self.bucket.put(names.POINTER, pointer)
         self.count("pointer", len(pointer))
@@ -199,7 +204,7 @@ def claim_epoch(
         )
     while True:
         tip_id = chain.latest()
-        tip = None if tip_id is None else chain.manifest(tip_id)
+        tip = None if tip_id is None else _state(chain, tip_id)
         if tip is not None:
             _same_tree(bucket, tip, specs)
         number = 1 + (chain.segments[-1].epoch if chain.segments else 0)
@@ -221,8 +226,16 @@ def claim_epoch(
         return epoch
 
 
-def _same_tree(bucket: Bucket, tip: Manifest, specs: Mapping[str, TensorSpec]) -> None:
-    published = tip.specs()
+def _state(chain: Chain, vid: VersionId) -> State | None:
+    try:
+        return chain.state(vid)
+    except DAMAGE as error:
+        _log.warning("version %d cannot be continued: %s", vid.version, error)
+        return None
+
+
+def _same_tree(bucket: Bucket, tip: State, specs: Mapping[str, TensorSpec]) -> None:
+    published = tip.specs
     for name in published.keys() | specs.keys():
         if published.get(name) != specs.get(name):
             raise TreeError(

@@ -19,6 +19,7 @@ from jdelta.stream.ledger import Ledger
 from jdelta.stream.records import CommitRecord
 from jdelta.wire.dtypes import TensorSpec
 from jdelta.wire.manifest import VersionId
+from jdelta.wire.state import State
 
 _log = logging.getLogger(__name__)
 
@@ -116,8 +117,8 @@ class Committer:
         tip = self._epoch.tip
         digests = full_digests(first.whole or {})
         if tip is not None:
-            if all(tip.tensors[n].digest == found for n, found in digests.items()):
-                self._anchors.resume(tip)
+            if tip.digests == digests:
+                self._anchors.resume(tip.id)
                 return
             _log.warning(
                 "the trainer's weights are not version %d of %s: writing an anchor",
@@ -141,25 +142,19 @@ class Committer:
             self._deliver(attempt, times)
         times["total"] = time.perf_counter() - item.handed
         self._record(attempt, item, times)
-        self._anchors.committed(attempt.manifest)
+        self._anchors.committed(attempt.manifest, attempt.state)
 
     @contextlib.contextmanager
     def _encode(self, item: Item, digests: dict[str, int] | None) -> Iterator[Attempt]:
         tip = self._epoch.tip
         vid = VersionId(self._epoch.number, self._epoch.next_version)
         if item.whole is not None:
-            with encode_anchor(
-                item.whole,
-                self._specs,
-                digests or full_digests(item.whole),
-                self._epoch.bucket,
-                run=self._epoch.run,
-                vid=vid,
-                step=item.step,
-            ) as attempt:
+            digests = digests or full_digests(item.whole)
+            state = State.new(self._epoch.run, vid, item.step, self._specs, digests)
+            with encode_anchor(item.whole, state, self._epoch.bucket) as attempt:
                 yield attempt
         elif tip is not None:
-            yield encode_delta(item.changes or {}, self._specs, tip, vid, item.step)
+            yield encode_delta(item.changes or {}, tip, vid, item.step)
         else:
             raise FormatError("a delta cannot be a run's first version")
 
@@ -170,7 +165,7 @@ class Committer:
             self._insist(partial(self._epoch.upload, attempt.manifest.kind, name, data))
         uploaded = time.perf_counter()
         self._insist(lambda: self._epoch.commit(attempt))
-        self._insist(self._epoch.point)
+        self._insist(lambda: self._epoch.point(attempt))
         times["upload"] = uploaded - start
         times["commit"] = time.perf_counter() - uploaded
         self._ledger.progressed(through=True)
@@ -201,7 +196,9 @@ class Committer:
             step=manifest.step,
             kind=manifest.kind,
             merged=item.merged,
-            changed=sum(entry.changed for entry in manifest.tensors.values()),
+            changed=self._elements
+            if manifest.kind == "anchor"
+            else sum(entry.changed for entry in manifest.changes.values()),
             elements=self._elements,
             bytes_written={
                 manifest.kind: manifest.nbytes,

@@ -20,8 +20,14 @@ from jdelta.stream.fetch import parallel
 from jdelta.wire import delta_object, digest, names
 from jdelta.wire.anchor import write_anchor
 from jdelta.wire.changes import Changes
-from jdelta.wire.dtypes import TensorSpec
-from jdelta.wire.manifest import Manifest, ObjectRef, TensorEntry, VersionId
+from jdelta.wire.manifest import (
+    ChangedTensor,
+    Manifest,
+    ObjectRef,
+    VersionId,
+    WholeTensor,
+)
+from jdelta.wire.state import State
 from jdelta.wire.tensor import encode_tensor
 
 # Encoding takes half the cores: the other half belongs to the trainer.
@@ -38,13 +44,10 @@ def full_digests(bits: Mapping[str, np.ndarray]) -> dict[str, int]:
 
 
 def encode_delta(
-    changes: Mapping[str, Changes],
-    specs: Mapping[str, TensorSpec],
-    base: Manifest,
-    vid: VersionId,
-    step: int | None,
+    changes: Mapping[str, Changes], base: State, vid: VersionId, step: int | None
 ) -> Attempt:
     """A delta on `base`: its digests follow from the base's in O(changed)."""
+    specs = base.specs
     encoded = dict(
         zip(
             changes,
@@ -68,23 +71,21 @@ def encode_delta(
     for index, group in enumerate(groups):
         name = names.delta_name(vid.epoch, vid.version, index)
         data = delta_object.pack(
-            group, {"version": str(vid.version), "base": str(base.version)}
+            group,
+            {"version": vid.version, "base": base.id.version, "codec": "fast"},
         )
         objects.append((name, data))
         refs.append(ObjectRef(name=name, size=len(data), sha256=sha256_hex(data)))
         where.update(dict.fromkeys(group, index))
-    tensors = {}
-    for name, entry in base.tensors.items():
-        tensor = encoded.get(name)
-        tensors[name] = TensorEntry(
-            dtype=entry.dtype,
-            shape=entry.shape,
-            changed=0 if tensor is None else tensor.changed,
-            digest=entry.digest
-            if tensor is None
-            else digest.add(entry.digest, tensor.digest_delta),
-            object=where.get(name),
+    tensors = {
+        name: ChangedTensor(
+            tensor.changed,
+            digest.add(base.digests[name], tensor.digest_delta),
+            (where[name],),
         )
+        for name, tensor in encoded.items()
+    }
+    state = base.then(vid, step, {n: entry.digest for n, entry in tensors.items()})
     manifest = Manifest(
         run=base.run,
         epoch=vid.epoch,
@@ -94,10 +95,12 @@ def encode_delta(
         step=step,
         created=time.time(),
         objects=tuple(refs),
+        digest=state.digest,
         tensors=tensors,
     )
     return Attempt(
         manifest=manifest,
+        state=state,
         document=manifest.to_json(),
         objects=objects,
         name=names.manifest_name(vid.epoch, vid.version),
@@ -107,27 +110,20 @@ def encode_delta(
 @contextlib.contextmanager
 def encode_anchor(
     bits: Mapping[str, np.ndarray],
-    specs: Mapping[str, TensorSpec],
-    digests: Mapping[str, int],
+    state: State,
     bucket: Bucket,
     *,
-    run: str,
-    vid: VersionId,
-    step: int | None,
     alternate: bool = False,
 ) -> Iterator[Attempt]:
     """An anchor's files, in scratch space that is removed at the end.
 
     Args:
         bits: Flat bits by tensor.
-        specs: Their names, dtypes and shapes.
-        digests: Their digests.
+        state: The version that they are.
         bucket: Gives the scratch space where it can, so that files need no copy.
-        run: The run's id.
-        vid: The version it holds.
-        step: The trainer's step of that version.
         alternate: It is made later, for a version committed as a delta.
     """
+    vid, specs = state.id, state.specs
     folder = names.anchor_folder(vid.epoch, vid.version, alternate=alternate)
     parent = bucket.scratch()
     with translated(f"{parent or tempfile.gettempdir()} (where anchors are prepared)"):
@@ -141,29 +137,27 @@ def encode_anchor(
             name: index for index, file in enumerate(files) for name in file.tensors
         }
         manifest = Manifest(
-            run=run,
+            run=state.run,
             epoch=vid.epoch,
             version=vid.version,
             kind="anchor",
             codec="none",
             values="none",
             base=None,
-            step=step,
+            step=state.step,
             created=time.time(),
             objects=refs,
+            digest=state.digest,
             tensors={
-                name: TensorEntry(
-                    dtype=spec.dtype,
-                    shape=spec.shape,
-                    changed=spec.size,
-                    digest=digests[name],
-                    object=where[name],
+                name: WholeTensor(
+                    spec.dtype, spec.shape, state.digests[name], where[name]
                 )
                 for name, spec in specs.items()
             },
         )
         yield Attempt(
             manifest=manifest,
+            state=state,
             document=manifest.to_json(),
             objects=list(objects),
             name=names.manifest_name(

@@ -17,14 +17,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from jdelta.bucket import Bucket
-from jdelta.errors import CorruptError, FormatError, ObjectNotFoundError, TreeError
+from jdelta.errors import CorruptError, ObjectNotFoundError
 from jdelta.stream.chain import sha256_hex
 from jdelta.wire import anchor as anchor_format
 from jdelta.wire import delta_object, digest
 from jdelta.wire.changes import Steps
-from jdelta.wire.dtypes import TensorSpec, bits_dtype
+from jdelta.wire.dtypes import bits_dtype
 from jdelta.wire.manifest import Manifest, ObjectRef
 from jdelta.wire.safetensors import max_header_bytes
+from jdelta.wire.state import State
 from jdelta.wire.tensor import decode_tensor
 
 _T = TypeVar("_T")
@@ -122,34 +123,29 @@ def fetch_object(bucket: Bucket, ref: ObjectRef, meter: Meter, kind: str) -> byt
 
 
 def fetch_delta(
-    bucket: Bucket, manifest: Manifest, base: Manifest, meter: Meter
-) -> dict[str, Steps]:
+    bucket: Bucket, manifest: Manifest, base: State, meter: Meter
+) -> tuple[dict[str, Steps], State]:
     """A delta's steps by tensor, consistent with the digests of both its ends.
 
     Args:
         bucket: Where the objects are.
         manifest: The delta's manifest.
-        base: The manifest of the version it is based on.
+        base: The version it is based on.
         meter: Takes the times and the bytes.
+
+    Returns:
+        The steps, and the version they lead to.
 
     Raises:
         CorruptError: an object or a tensor does not match its manifest.
         FormatError: a payload does not follow the format.
+        TreeError: it changes other tensors than its base version has.
     """
-    if manifest.kind != "delta" or manifest.base != base.id:
-        raise FormatError(
-            f"version {manifest.version} ({manifest.kind}) is based on "
-            f"{manifest.base}, not on {base.id}"
-        )
-    _same_tensors(manifest, base)
-    payloads: dict[str, tuple[TensorSpec, memoryview, int]] = {}
-    specs = manifest.specs()
+    state = base.after(manifest)
+    entries, specs = manifest.changes, base.specs
+    payloads: dict[str, list[memoryview]] = {name: [] for name in entries}
     for index, ref in enumerate(manifest.objects):
-        listed = [
-            name
-            for name, entry in manifest.tensors.items()
-            if entry.changed and entry.object == index
-        ]
+        listed = [name for name, entry in entries.items() if index in entry.objects]
         most = delta_object.max_bytes([specs[name] for name in listed])
         if ref.size > most:
             raise CorruptError(
@@ -158,21 +154,22 @@ def fetch_delta(
             )
         data = fetch_object(bucket, ref, meter, "delta")
         for name, payload in delta_object.unpack(data, listed).items():
-            payloads[name] = (specs[name], payload, manifest.tensors[name].changed)
+            payloads[name].append(payload)
     start = time.perf_counter()
-    decoded = parallel(lambda item: decode_tensor(*item), payloads.values())
+
+    def decode(name: str) -> Steps:
+        return decode_tensor(specs[name], payloads[name], entries[name].changed)
+
+    steps = dict(zip(entries, parallel(decode, entries), strict=True))
     meter.lap("decode", start)
-    steps = dict(zip(payloads, decoded, strict=True))
-    for name, entry in manifest.tensors.items():
-        before = base.tensors[name].digest
-        moved = steps[name].digest_delta if name in steps else 0
-        if digest.add(before, moved) != entry.digest:
+    for name, entry in entries.items():
+        found = digest.add(base.digests[name], steps[name].digest_delta)
+        if found != entry.digest:
             raise CorruptError(
                 f"version {manifest.version}: the delta of {name!r} leads to digest "
-                f"{digest.add(before, moved):016x}, its manifest promises "
-                f"{entry.digest:016x}"
+                f"{found:016x}, its manifest promises {entry.digest:016x}"
             )
-    return steps
+    return steps, state
 
 
 def read_anchor(
@@ -184,7 +181,7 @@ def read_anchor(
         CorruptError: an object is missing or does not match its manifest.
         FormatError: an object is not the safetensors file expected.
     """
-    specs = manifest.specs()
+    specs = State.of(manifest).specs
     promised = sum(spec.nbytes for spec in specs.values())
     sizes = 0
     for ref in manifest.objects:
@@ -224,7 +221,7 @@ def read_anchor(
             return
         listed = {
             name: specs[name]
-            for name, entry in manifest.tensors.items()
+            for name, entry in manifest.whole.items()
             if entry.object == index
         }
         with bucket.open(ref.name) as stream:
@@ -238,7 +235,7 @@ def read_anchor(
 
 def prove(
     weights: Mapping[str, np.ndarray],
-    manifest: Manifest,
+    state: State,
     meter: Meter,
     *,
     share: float = 1.0,
@@ -246,26 +243,18 @@ def prove(
     """Recomputes every tensor's digest over the whole weights.
 
     Raises:
-        CorruptError: a tensor is not what the manifest promises.
+        CorruptError: a tensor is not what the version's manifests promise.
     """
     start = time.perf_counter()
 
     def check(name: str) -> tuple[str, int]:
         return name, digest.full(weights[name])
 
-    for name, found in parallel(check, manifest.tensors, share=share):
-        expected = manifest.tensors[name].digest
+    for name, found in parallel(check, state.digests, share=share):
+        expected = state.digests[name]
         if found != expected:
             raise CorruptError(
-                f"version {manifest.version}: {name!r} has digest {found:016x}, its "
+                f"version {state.version}: {name!r} has digest {found:016x}, its "
                 f"manifest promises {expected:016x}"
             )
     meter.lap("verify", start)
-
-
-def _same_tensors(manifest: Manifest, base: Manifest) -> None:
-    if manifest.specs() != base.specs():
-        raise TreeError(
-            f"version {manifest.version} has other tensors than its base version "
-            f"{base.version}: names, dtypes and shapes may only change at an anchor"
-        )

@@ -154,8 +154,8 @@ class Ledger:
         ) from fatal
 
     def _version(self) -> int | None:
-        tip = self._epoch.tip
-        return None if tip is None else tip.version
+        last = self._epoch.last
+        return None if last is None else last.version
 
     def _tell(self, message: str, error: BaseException) -> None:
         """To the log and to the user. Holds no lock: the user may ask for `stats`."""

@@ -154,8 +154,8 @@ class Publisher:
     @property
     def version(self) -> int | None:
         """The newest committed version, or None before the first."""
-        tip = self._epoch.tip
-        return None if tip is None else tip.version
+        last = self._epoch.last
+        return None if last is None else last.version
 
     def publish(
         self, delta: Any, *, step: int | None = None, params: Any = None

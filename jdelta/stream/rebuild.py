@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from jdelta.wire import bits
 from jdelta.wire.changes import Steps
 from jdelta.wire.dtypes import numpy_dtype
 from jdelta.wire.manifest import Manifest, VersionId
+from jdelta.wire.state import State
 from jdelta.wire.tensor import stage
 
 _log = logging.getLogger(__name__)
@@ -54,8 +55,8 @@ def load(
     """
     chain = source if isinstance(source, Chain) else Chain(source)
     vid = resolve(chain, version)
-    weights, manifest = rebuild(chain, vid, Meter())
-    return shaped(weights, manifest), manifest
+    weights, state = rebuild(chain, vid, Meter())
+    return shaped(weights, state), chain.manifest(state.id)
 
 
 def resolve(chain: Chain, version: int | None) -> VersionId:
@@ -87,8 +88,8 @@ def rebuild(
     *,
     newest: bool = False,
     share: float = 1.0,
-) -> tuple[dict[str, np.ndarray], Manifest]:
-    """The flat bits of `vid` by tensor, proved by their digests, and its manifest.
+) -> tuple[dict[str, np.ndarray], State]:
+    """The flat bits of `vid` by tensor, proved by the digests of its state.
 
     Starts from the nearest sound anchor; a damaged anchor is passed over for an
     earlier one, since the chain through it is the same weights.
@@ -119,11 +120,11 @@ def rebuild(
             _log.warning("going back to version %d: %s", at.version, error)
 
 
-def shaped(weights: dict[str, np.ndarray], manifest: Manifest) -> dict[str, np.ndarray]:
+def shaped(weights: Mapping[str, np.ndarray], state: State) -> dict[str, np.ndarray]:
     """Views of flat bits in their published dtypes and shapes."""
     return {
         name: weights[name].view(numpy_dtype(spec.dtype)).reshape(spec.shape)
-        for name, spec in manifest.specs().items()
+        for name, spec in state.specs.items()
     }
 
 
@@ -139,15 +140,15 @@ class _Walk:
         self._damaged: list[str] = []
         self.bad = VersionId(0, 0)  # no way leads to this version or through it
 
-    def rebuild(self, vid: VersionId) -> tuple[dict[str, np.ndarray], Manifest]:
+    def rebuild(self, vid: VersionId) -> tuple[dict[str, np.ndarray], State]:
         self._deltas, self._damaged, self.bad = [], [], vid
         for manifest in self._chain.path_back(vid):
             for anchor in _anchors(self._chain, manifest, self._damaged):
                 for careful in (False, True):
-                    weights = self._read(anchor, manifest)
+                    weights = self._read(anchor)
                     if weights is None:
                         break
-                    found = self._forward(weights, manifest, careful)
+                    found = self._forward(weights, State.of(anchor), careful)
                     if found is not None:
                         return weights, found
                     del weights
@@ -160,23 +161,21 @@ class _Walk:
             f"sound anchor before it ({'; '.join(self._damaged) or 'none was found'})"
         )
 
-    def _read(
-        self, anchor: Manifest, manifest: Manifest
-    ) -> dict[str, np.ndarray] | None:
-        """The weights of an anchor of `manifest`; None if it is not sound."""
+    def _read(self, anchor: Manifest) -> dict[str, np.ndarray] | None:
+        """The weights of an anchor; None if it is not sound."""
         try:
             weights = read_anchor(self._chain.bucket, anchor, self._meter)
             if not self._deltas:
-                prove(weights, manifest, self._meter, share=self._share)
+                prove(weights, State.of(anchor), self._meter, share=self._share)
             return weights
         except FormatError as error:
             self._damaged.append(str(error))
             return None
 
     def _forward(
-        self, weights: dict[str, np.ndarray], base: Manifest, careful: bool
-    ) -> Manifest | None:
-        """Brings `base`'s weights over the deltas; None if that proves wrong.
+        self, weights: dict[str, np.ndarray], state: State, careful: bool
+    ) -> State | None:
+        """Brings weights of `state` over the deltas; None if that proves wrong.
 
         Careful: prove each delta against the weights it changes, and stop before one
         that does not fit, rather than only the weights that all of them lead to.
@@ -184,25 +183,24 @@ class _Walk:
         bucket, meter, share = self._chain.bucket, self._meter, self._share
         for delta in reversed(self._deltas):
             try:
-                steps = fetch_delta(bucket, delta, base, meter)
+                steps, after = fetch_delta(bucket, delta, state, meter)
                 if careful:
-                    for name, spec in delta.specs().items():
-                        if name in steps:
-                            stage(weights[name], steps[name], spec)
+                    for name, change in steps.items():
+                        stage(weights[name], change, state.specs[name])
             except (FormatError, TreeError, StateMismatchError) as error:
                 if not self._newest:
                     raise
-                _log.warning("stopping at version %d: %s", base.version, error)
+                _log.warning("stopping at version %d: %s", state.version, error)
                 break
-            _advance(weights, steps, delta, meter, share)
-            base = delta
+            _advance(weights, steps, state, meter, share)
+            state = after
         try:
             if self._deltas:
-                prove(weights, base, meter, share=share)
+                prove(weights, state, meter, share=share)
         except FormatError as error:
             self._damaged.append(str(error))
             return None
-        return base
+        return state
 
 
 def _anchors(
@@ -223,19 +221,20 @@ def _anchors(
 def _advance(
     weights: dict[str, np.ndarray],
     steps: dict[str, Steps],
-    delta: Manifest,
+    state: State,
     meter: Meter,
     share: float,
 ) -> None:
     """Applies one delta to weights of our own: a failure discards them all."""
-    specs = delta.specs()
     start = time.perf_counter()
 
     def apply(name: str) -> None:
         # Not proved here: the digests of the whole end state are, once.
         at = steps[name].positions
         old = weights[name][at]
-        weights[name][at] = bits.advance(old, steps[name].steps, specs[name].dtype)
+        weights[name][at] = bits.advance(
+            old, steps[name].steps, state.specs[name].dtype
+        )
 
     parallel(apply, steps, share=share)
     meter.lap("apply", start)

@@ -29,6 +29,7 @@ from jdelta.stream.fetch import Meter, fetch_delta
 from jdelta.stream.rebuild import rebuild
 from jdelta.wire.changes import Steps, compose
 from jdelta.wire.manifest import Manifest, VersionId
+from jdelta.wire.state import State
 from jdelta.wire.tensor import stage
 
 _log = logging.getLogger(__name__)
@@ -41,7 +42,7 @@ MAX_STAGED_BYTES = 96 << 20
 class Staged:
     """One version, ready to apply: steps from `base`, or whole weights."""
 
-    manifest: Manifest
+    state: State
     base: VersionId | None
     steps: dict[str, Steps] | None
     weights: dict[str, np.ndarray] | None
@@ -53,7 +54,7 @@ class Staged:
     @property
     def vid(self) -> VersionId:
         """The version it leads to."""
-        return self.manifest.id
+        return self.state.id
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +73,7 @@ class Staged:
         steps = weights = None
         lent = self.lent
         if self.weights is not None:
-            weights, specs = dict(self.weights), self.manifest.specs()
+            weights, specs = dict(self.weights), self.state.specs
             for name, after in (later.steps or {}).items():
                 new = stage(weights[name], after, specs[name])
                 if name in lent:
@@ -85,7 +86,7 @@ class Staged:
                 first = steps.get(name)
                 steps[name] = after if first is None else compose(first, after)
         return Staged(
-            manifest=later.manifest,
+            state=later.state,
             base=self.base,
             steps=steps,
             weights=weights,
@@ -101,7 +102,7 @@ class Stager:
         self,
         bucket: Bucket,
         run: str | None,
-        cursor: VersionId | None,
+        cursor: State | None,
         *,
         every: bool,
         poll: float,
@@ -154,7 +155,7 @@ class Stager:
             self._changed.notify_all()
             return taken
 
-    def reset(self, cursor: VersionId | None) -> None:
+    def reset(self, cursor: State | None) -> None:
         """Forgets what is staged and begins again after `cursor` (None: an anchor)."""
         with self._changed:
             self._staged.clear()
@@ -223,43 +224,45 @@ class Stager:
             if self._stopped or self._generation != generation:
                 return False
             self._staged.append(staged)
-            self._cursor = staged.vid
+            self._cursor = staged.state
             self._changed.notify_all()
             return True
 
-    def _after(self, cursor: VersionId | None) -> Iterator[Staged]:
+    def _after(self, cursor: State | None) -> Iterator[Staged]:
         """What leads from `cursor` to the newest version, oldest first."""
         chain = self._chain
-        tip = chain.latest(cursor)
-        if tip is None or tip == cursor:
+        tip = chain.latest(None if cursor is None else cursor.id)
+        if tip is None or (cursor is not None and tip == cursor.id):
             return
-        if cursor is None or not chain.contains(cursor):
+        if cursor is None or not chain.contains(cursor.id):
             # Nothing held, or held from a publisher that was fenced.
             yield self._whole(tip, newest=True, healed=cursor is not None)
             return
         try:
-            base = chain.manifest(cursor)
-            path = self._path(cursor, tip)
+            path = self._path(cursor.id, tip)
         except DAMAGE as error:
             _log.warning("healing from an anchor: %s", error)
-            yield self._heal(cursor, tip)
+            yield self._heal(cursor.id, tip)
             return
-        if not path or (not self._every and self._shorter_by_anchor(path)):
+        if not path or (not self._every and self._shorter_by_anchor(path, cursor)):
             # An anchor stands on the way or is less to fetch.
             yield self._whole(tip)
             return
+        base = cursor
         for manifest in path:
-            if manifest.kind == "anchor":
-                yield self._whole(manifest.id)
-                base = manifest
-                continue
             try:
-                yield self._delta(manifest, base)
+                if manifest.kind == "anchor":
+                    staged = self._whole(manifest.id)
+                else:
+                    staged = self._delta(manifest, base)
             except DAMAGE as error:
+                if manifest.kind == "anchor":
+                    raise
                 _log.warning("healing from an anchor: %s", error)
                 yield self._heal(base.id, tip)
                 return
-            base = manifest
+            yield staged
+            base = staged.state
 
     def _path(self, cursor: VersionId, tip: VersionId) -> list[Manifest]:
         """The deltas from `cursor` to `tip`, with `every` anchors between them, too.
@@ -308,20 +311,18 @@ class Stager:
             "damaged, and there is no anchor after it yet"
         )
 
-    def _delta(self, manifest: Manifest, base: Manifest) -> Staged:
+    def _delta(self, manifest: Manifest, base: State) -> Staged:
         meter = Meter()
         try:
-            steps = fetch_delta(self._chain.bucket, manifest, base, meter)
+            steps, state = fetch_delta(self._chain.bucket, manifest, base, meter)
         except CorruptError:
             # Once more: a flaw of the way here is not a flaw of the object.
-            steps = fetch_delta(self._chain.bucket, manifest, base, meter)
-        return Staged(
-            manifest=manifest, base=base.id, steps=steps, weights=None, meter=meter
-        )
+            steps, state = fetch_delta(self._chain.bucket, manifest, base, meter)
+        return Staged(state=state, base=base.id, steps=steps, weights=None, meter=meter)
 
-    def _shorter_by_anchor(self, path: list[Manifest]) -> bool:
+    def _shorter_by_anchor(self, path: list[Manifest], base: State) -> bool:
         """Whether an anchor of one of these, and what follows it, is less to fetch."""
-        room = _size(path) - _whole_size(path[-1])
+        room = _size(path) - base.nbytes
         for manifest in reversed(path):
             if room <= 0:
                 return False
@@ -340,9 +341,9 @@ class Stager:
         self, vid: VersionId, *, newest: bool = False, healed: bool = False
     ) -> Staged:
         meter = Meter()
-        weights, manifest = rebuild(self._chain, vid, meter, newest=newest)
+        weights, state = rebuild(self._chain, vid, meter, newest=newest)
         return Staged(
-            manifest=manifest,
+            state=state,
             base=None,
             steps=None,
             weights=weights,
@@ -353,7 +354,3 @@ class Stager:
 
 def _size(path: list[Manifest]) -> int:
     return sum(manifest.nbytes for manifest in path)
-
-
-def _whole_size(manifest: Manifest) -> int:
-    return sum(spec.nbytes for spec in manifest.specs().values())

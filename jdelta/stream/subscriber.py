@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -29,7 +29,8 @@ from jdelta.stream.update import Update
 from jdelta.wire import names
 from jdelta.wire.control import ReaderStatus
 from jdelta.wire.dtypes import TensorSpec
-from jdelta.wire.manifest import Manifest, VersionId
+from jdelta.wire.manifest import VersionId
+from jdelta.wire.state import State
 
 _log = logging.getLogger(__name__)
 
@@ -66,7 +67,7 @@ class Subscriber:
         self._poll = poll
         self._chain = Chain(self._bucket)
         self._lock = threading.RLock()
-        self._held: VersionId | None = None
+        self._held: State | None = None
         self._stager: Stager | None = None
         self._meter = Meter()
         self._torn = 0  # writes that did not end
@@ -83,7 +84,8 @@ class Subscriber:
     def latest(self) -> int | None:
         """The newest committed version in the bucket, or None before the first."""
         with self._lock:
-            tip = self._chain.latest(self._held)
+            held = self._held
+            tip = self._chain.latest(None if held is None else held.id)
         return None if tip is None else tip.version
 
     def wait_for(self, version: int, timeout: float = 60.0) -> int:
@@ -149,13 +151,13 @@ class Subscriber:
         self.wait_for(0 if version is None else version, timeout)
         with self._lock:
             meter = Meter()
-            weights, manifest = self._rebuild(version, meter, check)
+            weights, state = self._rebuild(version, meter, check)
             if place is None:
-                params = shaped(weights, manifest)
+                params = shaped(weights, state)
             else:
-                params = place(weights, manifest.specs(), like)
+                params = place(weights, state.specs, like)
             self._count(meter)
-            self._hold(manifest.id)
+            self._hold(state)
         self._report()
         return params
 
@@ -163,7 +165,7 @@ class Subscriber:
         self,
         version: int | None = None,
         *,
-        check: Callable[[dict[str, TensorSpec]], object] | None = None,
+        check: Callable[[Mapping[str, TensorSpec]], object] | None = None,
         timeout: float = 60.0,
     ) -> Update:
         """Rebuilds and proves a version as an update that replaces every weight.
@@ -186,12 +188,12 @@ class Subscriber:
         self.wait_for(0 if version is None else version, timeout)
         with self._lock:
             meter = Meter()
-            weights, manifest = self._rebuild(version, meter, check)
+            weights, state = self._rebuild(version, meter, check)
             self._count(meter)
         return Update(
-            manifest=manifest,
+            state=state,
             base=None,
-            steps=None,
+            patch=None,
             weights=weights,
             nbytes=sum(meter.bytes.values()),
             times=meter.times,
@@ -237,9 +239,9 @@ class Subscriber:
                 if torn != self._torn:
                     torn, pending = self._torn, None
                     stager.reset(None)
-                elif pending is not None and held == pending.vid:
+                elif pending is not None and _id(held) == pending.vid:
                     pending = None
-                elif pending is not None and pending.base not in (None, held):
+                elif pending is not None and pending.base not in (None, _id(held)):
                     # Another version was applied or restored behind our back.
                     pending = None
                     stager.reset(held)
@@ -258,9 +260,9 @@ class Subscriber:
                 if pending.weights is not None:
                     pending.lent = frozenset(pending.weights)
                 yield Update(
-                    manifest=pending.manifest,
+                    state=pending.state,
                     base=None if pending.base is None else pending.base.version,
-                    steps=pending.steps,
+                    patch=pending.steps,
                     weights=pending.weights,
                     nbytes=sum(pending.meter.bytes.values()),
                     times=dict(pending.meter.times),
@@ -300,22 +302,22 @@ class Subscriber:
         self,
         version: int | None,
         meter: Meter,
-        check: Callable[[dict[str, TensorSpec]], object] | None,
-    ) -> tuple[dict[str, np.ndarray], Manifest]:
+        check: Callable[[Mapping[str, TensorSpec]], object] | None,
+    ) -> tuple[dict[str, np.ndarray], State]:
         vid = resolve(self._chain, version)
         if check is not None:
             try:
-                specs = self._chain.manifest(vid).specs()
+                specs = self._chain.state(vid).specs
             except DAMAGE:  # the newest before it will do, or rebuilding says why not
                 pass
             else:
                 check(specs)
         return rebuild(self._chain, vid, meter, newest=version is None)
 
-    def _hold(self, vid: VersionId) -> None:
-        self._held = vid
+    def _hold(self, state: State) -> None:
+        self._held = state
         if self._stager is not None:
-            self._stager.reset(vid)
+            self._stager.reset(state)
 
     @contextlib.contextmanager
     def _replacing(self, update: Update) -> Iterator[None]:
@@ -323,7 +325,7 @@ class Subscriber:
         with self._writing(None, update):
             yield
         with self._lock:
-            self._hold(update.manifest.id)
+            self._hold(update.state)
 
     @contextlib.contextmanager
     def _writing(self, base: VersionId | None, update: Update) -> Iterator[None]:
@@ -331,10 +333,10 @@ class Subscriber:
         before = self._held
         # The version it leads to is fine too: a second copy of the weights is brought
         # there, and whether that copy is the base version's is proved by its bits.
-        if base is not None and before not in (base, update.manifest.id):
+        if base is not None and _id(before) not in (base, update.state.id):
             held = "a torn state or none"
             if before is not None:
-                held = f"version {before.version} (epoch {before.epoch})"
+                held = f"version {before.version} (epoch {before.id.epoch})"
             raise StateMismatchError(
                 f"the update leads from version {base.version} (epoch {base.epoch}) to "
                 f"{update.version}, but what is held is {held}; nothing was written; "
@@ -349,7 +351,7 @@ class Subscriber:
         except BaseException:
             self._torn += 1
             raise
-        self._held = update.manifest.id
+        self._held = update.state
         self._updates += 1
         for key in ("stage", "apply"):
             seconds = update.times.get(key, 0.0)
@@ -369,7 +371,7 @@ class Subscriber:
         status = ReaderStatus(
             reader=self._name,
             run=self._chain.run or "",
-            epoch=held.epoch,
+            epoch=held.id.epoch,
             version=held.version,
             time=time.time(),
         )
@@ -377,3 +379,7 @@ class Subscriber:
             self._bucket.put(self._status_name, status.to_json())
         except JDeltaError as error:
             _log.debug("reader status not written: %s", error)
+
+
+def _id(state: State | None) -> VersionId | None:
+    return None if state is None else state.id

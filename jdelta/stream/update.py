@@ -16,7 +16,7 @@ from jdelta.stream.fetch import Meter, parallel
 from jdelta.stream.rebuild import shaped
 from jdelta.wire.changes import Steps
 from jdelta.wire.dtypes import TensorSpec, dtype_name
-from jdelta.wire.manifest import Manifest
+from jdelta.wire.state import State
 from jdelta.wire.tensor import stage
 
 
@@ -25,10 +25,10 @@ class Update:
     """What leads from the version held to a newer one.
 
     Attributes:
-        manifest: The manifest of the version it leads to.
+        state: The version it leads to: its tensors and their digests.
         base: The version it must be applied to; None for an anchor, which replaces
             whatever is held.
-        steps: For a delta: changed positions and signed steps by tensor.
+        patch: For a delta: changed positions and signed steps by tensor.
         weights: For an anchor: every tensor's flat bits, proved.
         nbytes: Bytes that were fetched for it.
         times: Seconds by stage (fetch, verify, decode, stage; apply once applied).
@@ -36,9 +36,9 @@ class Update:
     Apply it with `apply`, or with the receiver's own function (`jdelta.torch.apply`).
     """
 
-    manifest: Manifest
+    state: State
     base: int | None
-    steps: Mapping[str, Steps] | None
+    patch: Mapping[str, Steps] | None
     weights: Mapping[str, np.ndarray] | None
     nbytes: int
     times: dict[str, float]
@@ -47,29 +47,29 @@ class Update:
     @property
     def version(self) -> int:
         """The version held once this is applied."""
-        return self.manifest.version
+        return self.state.version
 
     @property
     def step(self) -> int | None:
         """The trainer's step of that version."""
-        return self.manifest.step
+        return self.state.step
 
     @property
     def kind(self) -> str:
         """What it is: "delta", or "anchor" for one that replaces every weight."""
-        return "anchor" if self.steps is None else "delta"
+        return "anchor" if self.patch is None else "delta"
 
     @property
-    def specs(self) -> dict[str, TensorSpec]:
+    def specs(self) -> Mapping[str, TensorSpec]:
         """Name, dtype and shape of every published tensor."""
-        return self.manifest.specs()
+        return self.state.specs
 
     @property
     def changed(self) -> int:
         """Elements that change (all of them, for an anchor)."""
-        if self.steps is None:
+        if self.patch is None:
             return sum(spec.size for spec in self.specs.values())
-        return sum(len(steps.positions) for steps in self.steps.values())
+        return sum(len(steps.positions) for steps in self.patch.values())
 
     def apply(self, params: Any, *, donate: bool = True) -> Any:
         """Brings weights from the base version to `version`, all or nothing.
@@ -111,7 +111,7 @@ class Update:
         """An anchor's weights in their dtypes and shapes."""
         if self.weights is None:
             raise TreeError(f"the update to version {self.version} is a delta")
-        return shaped(dict(self.weights), self.manifest)
+        return shaped(self.weights, self.state)
 
 
 def is_jax_tree(tree: Any) -> bool:
@@ -180,11 +180,11 @@ def write_numpy(update: Update, flat: Mapping[str, np.ndarray]) -> None:
     """
     start = time.perf_counter()
     meter = Meter()
-    if update.steps is None:
+    if update.patch is None:
         for name, bits in (update.weights or {}).items():
             np.copyto(flat[name], bits)
     else:
-        steps, specs = update.steps, update.specs
+        steps, specs = update.patch, update.specs
         new = parallel(lambda name: stage(flat[name], steps[name], specs[name]), steps)
         start = meter.lap("stage", start)
         for name, bits in zip(steps, new, strict=True):

@@ -122,7 +122,7 @@ def apply(update: Update, target: _Target, *, names: Names | None = None) -> _Ta
     Collective: no. Runs on the calling thread.
     """
     leaves = find_leaves(target, update.specs, names)
-    steps = update.steps
+    steps = update.patch
     touched = leaves if steps is None else {name: leaves[name] for name in steps}
     devices = {leaf.run.device for leaf in touched.values() if not leaf.on_host}
     synchronize(devices)

@@ -93,16 +93,19 @@ class StreamReader:
             raise FormatError(f"a zstd frame of {piece.nbytes} bytes stands for {size}")
         return memoryview(_decompress(piece, size))
 
+    @property
+    def left(self) -> int:
+        """Bytes that were not taken yet."""
+        return self._data.nbytes - self._at
+
     def end(self) -> None:
         """Checks that nothing is left.
 
         Raises:
             FormatError: bytes follow the last stream.
         """
-        if self._at != self._data.nbytes:
-            raise FormatError(
-                f"{self._data.nbytes - self._at} bytes follow the end of a payload"
-            )
+        if self.left:
+            raise FormatError(f"{self.left} bytes follow the end of a payload")
 
 
 def _decompress(frame: memoryview, size: int) -> bytes:

@@ -18,8 +18,8 @@ from safetensors.numpy import save
 from jdelta.errors import FormatError
 from jdelta.wire import safetensors
 from jdelta.wire.dtypes import TensorSpec
-from jdelta.wire.manifest import CHUNK_ELEMENTS, check_tensor_name
-from jdelta.wire.tensor import EncodedTensor
+from jdelta.wire.manifest import check_tensor_name
+from jdelta.wire.tensor import CHUNK_ELEMENTS, EncodedTensor
 
 METADATA_KEY = "jdelta"
 

@@ -103,6 +103,11 @@ def add(first: int, second: int) -> int:
     return pack((first >> 32) + (second >> 32), (first & _MASK) + (second & _MASK))
 
 
+def subtract(first: int, second: int) -> int:
+    """The lane by lane difference of two digests."""
+    return pack((first >> 32) - (second >> 32), (first & _MASK) - (second & _MASK))
+
+
 def total(parts: Iterable[int]) -> int:
     """The lane by lane sum of digests."""
     return functools.reduce(add, parts, 0)

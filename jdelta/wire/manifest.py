@@ -7,9 +7,10 @@ manifest that no reader takes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from jdelta.errors import FormatError, TreeError
@@ -17,7 +18,6 @@ from jdelta.wire import digest as digests
 from jdelta.wire import names
 from jdelta.wire._documents import MAX_INT, Fields, dump, is_hexadecimal, is_text, load
 from jdelta.wire.dtypes import NAMES, TensorSpec
-from jdelta.wire.tensor import CHUNK_ELEMENTS
 
 KINDS = ("anchor", "delta", "fold")
 MAX_OBJECTS = 1 << 17
@@ -28,9 +28,8 @@ _MAX_DIMENSIONS = 32
 _MAX_TENSOR_NAME = 1024
 _KIND = "manifest"
 # What else the format leaves room for is refused by name.
-_KNOWN = {"layout": "identity", "shards": 1, "chunk_elements": CHUNK_ELEMENTS}
-_KNOWN_OF_DELTAS = {"codec": "fast", "values": "steps", **_KNOWN}
-_KNOWN_OF_ANCHORS = {"codec": "none", "values": "none", **_KNOWN}
+_KNOWN_OF_DELTAS = {"codec": "fast", "values": "steps"}
+_KNOWN_OF_ANCHORS = {"codec": "none", "values": "none"}
 
 
 class VersionId(NamedTuple):
@@ -54,22 +53,35 @@ class ObjectRef(NamedTuple):
     sha256: str
 
 
-class TensorEntry(NamedTuple):
-    """One tensor of a version.
+class WholeTensor(NamedTuple):
+    """One tensor of an anchor.
 
     Attributes:
         dtype: Its safetensors dtype name.
         shape: Its shape.
-        changed: Elements that differ from the base version; all of them in an anchor.
-        digest: The digest of its weights at this version.
-        object: Which of the manifest's objects holds it; None where nothing changed.
+        digest: The digest of its weights.
+        object: Which of the manifest's objects holds it.
     """
 
     dtype: str
     shape: tuple[int, ...]
+    digest: int
+    object: int
+
+
+class ChangedTensor(NamedTuple):
+    """One tensor that a delta changes.
+
+    Attributes:
+        changed: Elements that differ from the base version.
+        digest: The digest of its weights at this version.
+        objects: Which of the manifest's objects hold its changes, in the order of its
+            chunks.
+    """
+
     changed: int
     digest: int
-    object: int | None
+    objects: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,12 +97,11 @@ class Manifest:
         step: The trainer's step, if it was told.
         created: When it was made, seconds since 1970.
         objects: Its objects.
-        tensors: Every tensor of the version by published name, changed or not.
+        digest: The digest of the whole version; see `version_digest`.
+        tensors: By published name: every tensor of an anchor, those that a delta
+            changes.
         codec: How a delta's chunks are coded: "fast"; "none" for an anchor.
         values: What a delta's values are: "steps" in bit order; "none" for an anchor.
-        layout: How published coordinates map to the trainer's: "identity".
-        shards: Over how many shards each tensor is split: 1.
-        chunk_elements: Consecutive elements of a chunk.
 
     Raises:
         FormatError: a field is none that a reader would take.
@@ -104,12 +115,10 @@ class Manifest:
     step: int | None
     created: float
     objects: tuple[ObjectRef, ...]
-    tensors: dict[str, TensorEntry]
+    digest: int
+    tensors: Mapping[str, WholeTensor | ChangedTensor]
     codec: str = "fast"
     values: str = "steps"
-    layout: str = "identity"
-    shards: int = 1
-    chunk_elements: int = CHUNK_ELEMENTS
 
     def __post_init__(self) -> None:
         """Checks every field."""
@@ -121,33 +130,35 @@ class Manifest:
         return VersionId(self.epoch, self.version)
 
     @property
-    def digest(self) -> int:
-        """The digest of the whole version; see `version_digest`."""
-        return version_digest(
-            (spec, self.tensors[name].digest) for name, spec in self.specs().items()
-        )
-
-    @property
     def nbytes(self) -> int:
         """Bytes of its objects."""
         return sum(ref.size for ref in self.objects)
 
-    def specs(self) -> dict[str, TensorSpec]:
-        """The tensors by name."""
+    @property
+    def changes(self) -> Mapping[str, ChangedTensor]:
+        """The tensors that a delta changes; none for an anchor, which replaces all."""
         return {
-            name: TensorSpec(name, entry.dtype, entry.shape)
+            name: entry
             for name, entry in self.tensors.items()
+            if isinstance(entry, ChangedTensor)
+        }
+
+    @property
+    def whole(self) -> Mapping[str, WholeTensor]:
+        """The tensors of an anchor; none for a delta."""
+        return {
+            name: entry
+            for name, entry in self.tensors.items()
+            if isinstance(entry, WholeTensor)
         }
 
     def same_weights(self, other: Manifest) -> bool:
         """Whether both describe the same version with the same weights."""
-        return (
-            (self.run, self.id, self.step) == (other.run, other.id, other.step)
-            and self.specs() == other.specs()
-            and all(
-                entry.digest == other.tensors[name].digest
-                for name, entry in self.tensors.items()
-            )
+        return (self.run, self.id, self.step, self.digest) == (
+            other.run,
+            other.id,
+            other.step,
+            other.digest,
         )
 
     def to_json(self) -> bytes:
@@ -164,19 +175,17 @@ class Manifest:
                 "created": float(self.created),
                 "codec": self.codec,
                 "values": self.values,
-                "layout": self.layout,
-                "shards": self.shards,
-                "chunk_elements": self.chunk_elements,
                 "digest": f"{self.digest:016x}",
                 "objects": [ref._asdict() for ref in self.objects],
                 "tensors": {
                     name: {
                         "dtype": entry.dtype,
                         "shape": list(entry.shape),
-                        "changed": entry.changed,
                         "digest": f"{entry.digest:016x}",
                         "object": entry.object,
                     }
+                    if isinstance(entry, WholeTensor)
+                    else [entry.changed, f"{entry.digest:016x}", *entry.objects]
                     for name, entry in self.tensors.items()
                 },
             },
@@ -193,16 +202,19 @@ class Manifest:
         fields = load(data, _KIND)
         base = fields.take("base")
         step = fields.take("step")
-        stated = fields.hexadecimal("digest", 16)
         objects = fields.array("objects", MAX_OBJECTS)
         tensors = fields.take("tensors")
         if type(tensors) is not dict:
             fields.fail("tensors", "is not a JSON object")
+        kind = fields.text("kind")
+        parse: Callable[[Any, str], Any] = _parse_changed
+        if kind == "anchor":
+            parse = _parse_whole
         manifest = cls(
             run=fields.text("run", 128),
             epoch=fields.integer("epoch"),
             version=fields.integer("version"),
-            kind=fields.text("kind"),
+            kind=kind,
             base=None if base is None else parse_version_id(base, f"{_KIND}: base"),
             step=step,
             created=fields.number("created"),
@@ -210,22 +222,15 @@ class Manifest:
                 _parse_object(ref, f"{_KIND}: object {i}")
                 for i, ref in enumerate(objects)
             ),
+            digest=int(fields.hexadecimal("digest", 16), 16),
             tensors={
-                name: _parse_tensor(entry, f"{_KIND}: tensor {name[:80]!r}")
+                name: parse(entry, f"{_KIND}: tensor {name[:80]!r}")
                 for name, entry in tensors.items()
             },
             codec=fields.text("codec"),
             values=fields.text("values"),
-            layout=fields.text("layout"),
-            shards=fields.integer("shards"),
-            chunk_elements=fields.integer("chunk_elements"),
         )
         fields.end()
-        if f"{manifest.digest:016x}" != stated:
-            raise FormatError(
-                f"{_KIND}: the version's digest is {manifest.digest:016x} by its "
-                f"tensors, the document says {stated}"
-            )
         return manifest
 
 
@@ -240,14 +245,28 @@ def version_digest(tensors: Any) -> int:
     Args:
         tensors: Pairs of a `TensorSpec` and the tensor's digest.
     """
-    lanes = [0, 0]
+    found = 0
     for spec, digest in tensors:
-        key = "\0".join([spec.name, spec.dtype, ",".join(map(str, spec.shape))])
-        hashed = hashlib.sha256(key.encode()).digest()
-        words = [int.from_bytes(hashed[i : i + 4], "little") for i in range(0, 16, 4)]
-        for lane, part in enumerate((digest >> 32, digest & 0xFFFFFFFF)):
-            lanes[lane] += (words[lane] | 1) * part + words[lane + 2]
-    return digests.pack(*lanes)
+        found = digests.add(found, weighted(spec, digest))
+    return found
+
+
+def weighted(spec: TensorSpec, digest: int) -> int:
+    """What one tensor adds to the digest of a version that has it."""
+    words = _key(spec)
+    return digests.pack(
+        *(
+            (words[lane] | 1) * part + words[lane + 2]
+            for lane, part in enumerate((digest >> 32, digest & 0xFFFFFFFF))
+        )
+    )
+
+
+@functools.lru_cache(1 << 16)
+def _key(spec: TensorSpec) -> tuple[int, ...]:
+    key = "\0".join([spec.name, spec.dtype, ",".join(map(str, spec.shape))])
+    hashed = hashlib.sha256(key.encode()).digest()
+    return tuple(int.from_bytes(hashed[i : i + 4], "little") for i in range(0, 16, 4))
 
 
 def parse_version_id(value: Any, where: str) -> VersionId:
@@ -323,18 +342,28 @@ def _parse_object(value: Any, where: str) -> ObjectRef:
     return ref
 
 
-def _parse_tensor(value: Any, where: str) -> TensorEntry:
+def _parse_whole(value: Any, where: str) -> WholeTensor:
     fields = Fields(value, where)
-    shape = fields.array("shape", _MAX_DIMENSIONS)
-    entry = TensorEntry(
+    entry = WholeTensor(
         dtype=fields.text("dtype"),
-        shape=tuple(shape),
-        changed=fields.integer("changed"),
+        shape=tuple(fields.array("shape", _MAX_DIMENSIONS)),
         digest=int(fields.hexadecimal("digest", 16), 16),
-        object=fields.take("object"),
+        object=fields.integer("object"),
     )
     fields.end()
     return entry
+
+
+def _parse_changed(value: Any, where: str) -> ChangedTensor:
+    if (
+        type(value) is not list
+        or len(value) < 3
+        or type(value[1]) is not str
+        or not is_hexadecimal(value[1], 16)
+        or any(type(n) is not int for n in (value[0], *value[2:]))
+    ):
+        raise FormatError(f"{where} is not [changed, digest, object, ...]")
+    return ChangedTensor(value[0], int(value[1], 16), tuple(value[2:]))
 
 
 def _validate(m: Manifest) -> None:
@@ -367,32 +396,40 @@ def _validate(m: Manifest) -> None:
         _need(is_hexadecimal(ref.sha256, 64), f"sha256 of {ref.name!r}")
     _need(len({ref.name for ref in m.objects}) == len(m.objects), "objects")
     _need(len(m.tensors) <= MAX_TENSORS, "tensors")
-    total = 0
+    _need(_int(m.digest, 0, (1 << 64) - 1), "digest")
+    specs = []
     for name, entry in m.tensors.items():
-        total += _check_tensor(m, name, entry)
-    _need(total <= MAX_TOTAL_BYTES, "tensors")
-
-
-def _check_tensor(m: Manifest, name: str, entry: TensorEntry) -> int:
-    try:
-        check_tensor_name(name)
-    except TreeError as error:
-        raise FormatError(f"{_KIND}: {error}") from None
-    where = f"tensor {name[:80]!r}"
-    _need(entry.dtype in NAMES, f"dtype {str(entry.dtype)[:20]!r} of {where}")
-    spec = TensorSpec(name, entry.dtype, entry.shape)
-    _need(_fits(spec), f"shape of {where}")
-    _need(_int(entry.digest, 0, (1 << 64) - 1), f"digest of {where}")
-    _need(_int(entry.changed, 0, spec.size), f"changed of {where}")
-    if entry.object is None:
-        _need(m.kind != "anchor" and entry.changed == 0, f"object of {where}")
-        return spec.nbytes
-    _need(_int(entry.object, 0, len(m.objects) - 1), f"object of {where}")
-    if m.kind == "anchor":
-        _need(entry.changed == spec.size, f"changed of {where}")
-    else:
-        _need(entry.changed > 0, f"changed of {where}")
-    return spec.nbytes
+        try:
+            check_tensor_name(name)
+        except TreeError as error:
+            raise FormatError(f"{_KIND}: {error}") from None
+        where = f"tensor {name[:80]!r}"
+        _need(_int(entry.digest, 0, (1 << 64) - 1), f"digest of {where}")
+        last = len(m.objects) - 1
+        if m.kind == "anchor" and isinstance(entry, WholeTensor):
+            _need(entry.dtype in NAMES, f"dtype {str(entry.dtype)[:20]!r} of {where}")
+            specs.append(TensorSpec(name, entry.dtype, entry.shape))
+            _need(_fits(specs[-1]), f"shape of {where}")
+            _need(_int(entry.object, 0, last), f"object of {where}")
+        elif m.kind != "anchor" and isinstance(entry, ChangedTensor):
+            _need(_int(entry.changed, 1, MAX_TENSOR_BYTES), f"changed of {where}")
+            _need(
+                len(entry.objects) >= 1
+                and all(_int(n, 0, last) for n in entry.objects)
+                and len(set(entry.objects)) == len(entry.objects),
+                f"objects of {where}",
+            )
+        else:
+            _need(False, where)
+    if m.kind != "anchor":
+        return
+    _need(sum(spec.nbytes for spec in specs) <= MAX_TOTAL_BYTES, "tensors")
+    found = version_digest((s, m.tensors[s.name].digest) for s in specs)
+    if found != m.digest:
+        raise FormatError(
+            f"{_KIND}: the version's digest is {found:016x} by its tensors, the "
+            f"document says {m.digest:016x}"
+        )
 
 
 def _int(value: Any, low: int, high: int = MAX_INT) -> bool:

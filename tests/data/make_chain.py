@@ -18,7 +18,14 @@ from jdelta.wire import anchor, delta_object, digest, dtypes, names
 from jdelta.wire.changes import Changes
 from jdelta.wire.control import EpochClaim, Pointer, ReaderStatus, RunInfo
 from jdelta.wire.dtypes import TensorSpec
-from jdelta.wire.manifest import Manifest, ObjectRef, TensorEntry, VersionId
+from jdelta.wire.manifest import (
+    ChangedTensor,
+    Manifest,
+    ObjectRef,
+    VersionId,
+    WholeTensor,
+    version_digest,
+)
 from jdelta.wire.tensor import encode_tensor
 
 RUN = "golden"
@@ -48,6 +55,9 @@ _SHARES = {
     "model.mask": {1: 100},
     "model.steps.ünï": {1: 256, 2: 256, 3: 256},
 }
+
+# How its publisher's shards cut a tensor; in one piece if it is not listed.
+_GRIDS = {"model.layers.0.mlp.weight": (2, 2), "model.layers.0.experts": (3, 1, 2)}
 
 
 def weights(version: int) -> dict[str, np.ndarray]:
@@ -115,6 +125,10 @@ def _put(folder: Path, name: str, data: bytes) -> ObjectRef:
     return ObjectRef(name, len(data), hashlib.sha256(data).hexdigest())
 
 
+def _digest(bits: dict[str, np.ndarray]) -> int:
+    return version_digest((spec, digest.full(bits[n])) for n, spec in SPECS.items())
+
+
 def _claim(folder: Path, epoch: int, base: VersionId | None) -> None:
     claim = EpochClaim(
         run=RUN, epoch=epoch, base=base, writer=f"writer-{epoch}", created=TIME
@@ -147,9 +161,10 @@ def _anchor(folder: Path, vid: VersionId, *, alternate: bool) -> None:
         codec="none",
         values="none",
         objects=tuple(refs),
+        digest=_digest(bits),
         tensors={
-            name: TensorEntry(
-                spec.dtype, spec.shape, spec.size, digest.full(bits[name]), where[name]
+            name: WholeTensor(
+                spec.dtype, spec.shape, digest.full(bits[name]), where[name]
             )
             for name, spec in SPECS.items()
         },
@@ -164,7 +179,7 @@ def _delta(folder: Path, base: VersionId, vid: VersionId, kind: str) -> None:
     for name, spec in SPECS.items():
         changes = Changes.between(old[name], new[name])
         if changes.positions.size:
-            encoded[name] = encode_tensor(spec, changes)
+            encoded[name] = encode_tensor(spec, changes, _GRIDS.get(name, ()))
     fold = base.version if kind == "fold" else None
     ref = _put(
         folder,
@@ -183,15 +198,10 @@ def _delta(folder: Path, base: VersionId, vid: VersionId, kind: str) -> None:
         step=10 * vid.version,
         created=TIME + vid.version,
         objects=(ref,),
+        digest=_digest(new),
         tensors={
-            name: TensorEntry(
-                spec.dtype,
-                spec.shape,
-                encoded[name].changed if name in encoded else 0,
-                digest.full(new[name]),
-                0 if name in encoded else None,
-            )
-            for name, spec in SPECS.items()
+            name: ChangedTensor(tensor.changed, digest.full(new[name]), (0,))
+            for name, tensor in encoded.items()
         },
     )
     alternate = None if fold is None else "fold"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
@@ -21,6 +22,7 @@ from jdelta.stream import Subscriber, load
 from jdelta.testing import FaultyBucket
 from jdelta.wire import names
 from jdelta.wire.control import ReaderStatus
+from jdelta.wire.manifest import VersionId
 
 
 @pytest.fixture
@@ -154,7 +156,7 @@ def test_wrong_weights_are_refused_and_untouched(trainer, tools, bucket, reader)
     for damage in ("value", "older", "missing", "extra", "shape", "dtype", "frozen"):
         params = copied(good)
         if damage == "value":
-            name, steps = next((n, s) for n, s in update.steps.items())
+            name, steps = next((n, s) for n, s in update.patch.items())
             tools.raw(params[name])[steps.positions[0]] ^= 1
         elif damage == "older":
             params = load(bucket, 0)[0]
@@ -224,7 +226,7 @@ def test_a_torn_write_refuses_the_delta_that_comes_after(
     update = next(updates)
     assert update.kind == "anchor"
     update.apply(params)
-    trainer.check(params, update.manifest)
+    trainer.check(params, update.state)
     pub.close()
 
 
@@ -416,7 +418,8 @@ def test_an_update_of_another_lineage_is_refused(make_trainer, tools, fresh):
     update = next(sub.updates(timeout=20))
     assert (update.base, update.version) == (1, 2)
     # Somebody holds "version 1" of the other branch.
-    sub._held = type(sub._held)(1, 1)
+    other = VersionId(1, 1)
+    sub._held = dataclasses.replace(sub._held, id=other)
     with pytest.raises(StateMismatchError):
         update.apply(sub_weights := load(inner, 1)[0])
     assert tools.blob(sub_weights) == tools.blob(load(inner, 1)[0])

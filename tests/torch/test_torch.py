@@ -557,7 +557,7 @@ def test_one_flipped_bit_at_a_touched_element(trainer, subscribe, name):
     tensors = jdelta.torch.restore(sub)
     run.step(share=0.2)
     update = next(follow(sub))
-    position = int(update.steps[name].positions[-1])
+    position = int(update.patch[name].positions[-1])
     word = tensors[name].view(-1)[position : position + 1].view(torch.uint8)
     word[0] ^= 1
     before = snapshot(tensors)
@@ -648,11 +648,11 @@ def check_device(run, sub, device, monkeypatch):
     monkeypatch.setattr(_writes, "_BATCH", 100)
     leaves = find_leaves(tensors, update.specs, None)
     groups = {}
-    for name in update.steps:
+    for name in update.patch:
         groups.setdefault(leaves[name].spec.itemsize, []).append(name)
     before = snapshot(tensors)
     writes = [
-        _writes._stage_device([leaves[n] for n in g], [update.steps[n] for n in g])
+        _writes._stage_device([leaves[n] for n in g], [update.patch[n] for n in g])
         for g in groups.values()
     ]
     assert snapshot(tensors) == before
@@ -662,7 +662,7 @@ def check_device(run, sub, device, monkeypatch):
     same(tensors, run.params)
     with pytest.raises(StateMismatchError):
         g = groups[2]
-        _writes._stage_device([leaves[n] for n in g], [update.steps[n] for n in g])
+        _writes._stage_device([leaves[n] for n in g], [update.patch[n] for n in g])
     same(tensors, run.params)
 
 

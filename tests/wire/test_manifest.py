@@ -10,17 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jdelta.errors import FormatError, TreeError
+from jdelta.errors import CorruptError, FormatError, TreeError
 from jdelta.wire import digest
 from jdelta.wire.dtypes import NAMES, TensorSpec
 from jdelta.wire.manifest import (
+    ChangedTensor,
     Manifest,
     ObjectRef,
-    TensorEntry,
     VersionId,
+    WholeTensor,
     check_tensor_name,
     version_digest,
 )
+from jdelta.wire.state import State
 
 _SHA = "0123456789abcdef" * 4
 
@@ -37,9 +39,10 @@ def _manifest(**changes):
         "objects": (
             ObjectRef("deltas/e000002-v0000000017/00000.safetensors", 300, _SHA),
         ),
+        "digest": 0xABCDEF0123456789,
         "tensors": {
-            "layers.0.w": TensorEntry("BF16", (4, 8), 3, 0xDEADBEEF00000001, 0),
-            "layers.0.ünï": TensorEntry("F32", (), 0, 7, None),
+            "layers.0.w": ChangedTensor(3, 0xDEADBEEF00000001, (0,)),
+            "layers.0.ünï": ChangedTensor(1, 7, (0,)),
         },
     }
     return Manifest(**{**fields, **changes})
@@ -52,11 +55,23 @@ def _anchor(**changes):
         "codec": "none",
         "values": "none",
         "tensors": {
-            "w": TensorEntry("BF16", (4, 8), 32, 5, 0),
-            "empty": TensorEntry("U8", (0, 3), 0, 0, 0),
+            "w": WholeTensor("BF16", (4, 8), 5, 0),
+            "empty": WholeTensor("U8", (0, 3), 0, 0),
         },
     }
-    return _manifest(**{**fields, **changes})
+    fields |= changes
+    fields.setdefault("digest", _digest(fields["tensors"]))
+    return _manifest(**fields)
+
+
+def _digest(tensors):
+    try:
+        return version_digest(
+            (TensorSpec(name, *entry[:2]), entry.digest)
+            for name, entry in tensors.items()
+        )
+    except (TypeError, ValueError, AttributeError):
+        return 0
 
 
 @pytest.mark.parametrize(
@@ -81,11 +96,13 @@ def test_what_is_written_is_read_back(manifest):
     assert Manifest.parse(memoryview(data)) == manifest
 
 
-def test_specs_id_and_size():
+def test_id_size_and_tensors():
     manifest = _manifest()
     assert manifest.id == VersionId(2, 17)
     assert manifest.nbytes == 300
-    assert manifest.specs()["layers.0.w"] == TensorSpec("layers.0.w", "BF16", (4, 8))
+    assert list(manifest.changes) == ["layers.0.w", "layers.0.ünï"]
+    assert not manifest.whole and not _anchor().changes
+    assert list(_anchor().whole) == ["w", "empty"]
 
 
 def test_the_version_digest_is_its_definition():
@@ -122,26 +139,23 @@ def test_the_version_digest_tells_names_shapes_and_digests_apart():
 
 
 def test_same_weights_compares_what_counts():
-    delta = _manifest()
-    tensors = {
-        name: entry._replace(changed=TensorSpec(name, *entry[:2]).size, object=0)
-        for name, entry in delta.tensors.items()
-    }
-    anchor = _anchor(tensors=tensors, created=5.0)
-    assert anchor.same_weights(delta)
-    assert anchor.digest == delta.digest
-    entry = tensors["layers.0.w"]
+    anchor = _anchor()
+    delta = _manifest(digest=anchor.digest)
+    assert _anchor(created=5.0).same_weights(delta)
+    w = anchor.tensors["w"]
     for other in (
-        {"layers.0.w": entry},
-        {**tensors, "layers.0.w": entry._replace(digest=1)},
-        {**tensors, "layers.0.w": entry._replace(dtype="F16")},
+        {"w": w},
+        {**anchor.tensors, "w": w._replace(digest=1)},
+        {**anchor.tensors, "w": w._replace(dtype="F16")},
     ):
         assert not _anchor(tensors=other).same_weights(delta)
-    assert not _anchor(tensors=tensors, epoch=3).same_weights(delta)
-    assert not _anchor(tensors=tensors, run="run-2").same_weights(delta)
+    assert not _anchor(epoch=3).same_weights(delta)
+    assert not _anchor(run="run-2").same_weights(delta)
+    assert not _anchor(step=1).same_weights(delta)
 
 
-_W = TensorEntry("BF16", (4, 8), 3, 5, 0)
+_W = ChangedTensor(3, 5, (0,))
+_WHOLE = WholeTensor("BF16", (4, 8), 5, 0)
 _REF = ObjectRef("a/b.safetensors", 300, _SHA)
 
 
@@ -170,37 +184,24 @@ _REF = ObjectRef("a/b.safetensors", 300, _SHA)
         ({"base": (1, 16)}, "base"),
         ({"codec": "class8"}, "codec 'class8' is not known to this jdelta"),
         ({"values": "bits"}, "values 'bits' is not known"),
-        ({"layout": "hf"}, "layout 'hf' is not known"),
-        ({"shards": 8}, "shards 8 is not known"),
-        ({"chunk_elements": 1 << 20}, "chunk_elements 1048576 is not known"),
+        ({"digest": -1}, "digest"),
+        ({"digest": 1 << 64}, "digest"),
         ({"objects": (_REF._replace(size=-1),)}, "size of"),
         ({"objects": (_REF._replace(sha256="0" * 63),)}, "sha256 of"),
         ({"objects": (_REF._replace(sha256="A" * 64),)}, "sha256 of"),
         ({"objects": (_REF, _REF)}, "objects"),
-        ({"tensors": {"w": _W._replace(dtype="F4")}}, "dtype 'F4'"),
-        ({"tensors": {"w": _W._replace(shape=(-4, 8))}}, "shape"),
-        ({"tensors": {"w": _W._replace(shape=(1,) * 33)}}, "shape"),
-        ({"tensors": {"w": _W._replace(shape=(1 << 50, 8))}}, "shape"),
-        ({"tensors": {"w": _W._replace(shape=(0, 1 << 50, 8), changed=0)}}, "shape"),
-        ({"tensors": {"w": _W._replace(shape=(4.0, 8))}}, "shape"),
         ({"tensors": {"w": _W._replace(digest=1 << 64)}}, "digest"),
-        ({"tensors": {"w": _W._replace(changed=33)}}, "changed"),
+        ({"tensors": {"w": _W._replace(changed=(1 << 50) + 1)}}, "changed"),
         ({"tensors": {"w": _W._replace(changed=-1)}}, "changed"),
         ({"tensors": {"w": _W._replace(changed=0)}}, "changed"),
-        ({"tensors": {"w": _W._replace(object=1)}}, "object"),
-        ({"tensors": {"w": _W._replace(object=None)}}, "object"),
-        ({"tensors": {"w": _W._replace(object=False)}}, "object"),
+        ({"tensors": {"w": _W._replace(objects=(1,))}}, "object"),
+        ({"tensors": {"w": _W._replace(objects=())}}, "object"),
+        ({"tensors": {"w": _W._replace(objects=(0, 0))}}, "object"),
+        ({"tensors": {"w": _W._replace(objects=(False,))}}, "object"),
+        ({"tensors": {"w": _WHOLE}}, "tensor 'w'"),
         ({"tensors": {"__metadata__": _W}}, "__metadata__"),
         ({"tensors": {"": _W}}, "published as ''"),
         ({"tensors": {"a\nb": _W}}, "published as"),
-        (
-            {
-                "tensors": {
-                    str(i): _W._replace(shape=(1 << 49,), changed=1) for i in range(9)
-                }
-            },
-            "tensors",
-        ),
     ],
 )
 def test_no_manifest_breaks_a_rule(changes, message):
@@ -209,16 +210,30 @@ def test_no_manifest_breaks_a_rule(changes, message):
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "message"),
     [
-        {"base": VersionId(1, 16)},
-        {"codec": "fast"},
-        {"tensors": {"w": _W}},
-        {"tensors": {"w": _W._replace(changed=0, object=None)}},
+        ({"base": VersionId(1, 16)}, "base"),
+        ({"codec": "fast"}, "codec"),
+        ({"digest": 1}, "the version's digest is"),
+        ({"tensors": {"w": _W}}, "tensor 'w'"),
+        ({"tensors": {"w": _WHOLE._replace(dtype="F4")}}, "dtype 'F4'"),
+        ({"tensors": {"w": _WHOLE._replace(shape=(-4, 8))}}, "shape"),
+        ({"tensors": {"w": _WHOLE._replace(shape=(1,) * 33)}}, "shape"),
+        ({"tensors": {"w": _WHOLE._replace(shape=(1 << 50, 8))}}, "shape"),
+        ({"tensors": {"w": _WHOLE._replace(shape=(0, 1 << 50, 8))}}, "shape"),
+        ({"tensors": {"w": _WHOLE._replace(shape=(4.0, 8))}}, "shape"),
+        ({"tensors": {"w": _WHOLE._replace(digest=-1)}}, "digest"),
+        ({"tensors": {"w": _WHOLE._replace(object=1)}}, "object"),
+        ({"tensors": {"w": _WHOLE._replace(object=None)}}, "object"),
+        ({"tensors": {"w": _WHOLE._replace(object=False)}}, "object"),
+        (
+            {"tensors": {str(i): _WHOLE._replace(shape=(1 << 49,)) for i in range(9)}},
+            "tensors",
+        ),
     ],
 )
-def test_an_anchor_has_no_base_and_holds_everything(changes):
-    with pytest.raises(FormatError):
+def test_an_anchor_has_no_base_and_holds_everything(changes, message):
+    with pytest.raises(FormatError, match=message):
         _anchor(**changes)
 
 
@@ -250,8 +265,8 @@ def test_no_object_lies_outside_its_bucket(name):
         Manifest.parse(json.dumps(document).encode())
 
 
-def _edited(path, value):
-    document = json.loads(_manifest().to_json())
+def _edited(path, value, manifest=None):
+    document = json.loads((manifest or _manifest()).to_json())
     at = document
     for key in path[:-1]:
         at = at[key]
@@ -265,9 +280,13 @@ def _edited(path, value):
 _FIELDS = [
     *((key,) for key in json.loads(_manifest().to_json())),
     *(("objects", 0, key) for key in ObjectRef._fields),
-    *(("tensors", "layers.0.w", key) for key in TensorEntry._fields),
+    *(("tensors", "layers.0.w", at) for at in range(3)),
     ("objects", 0),
     ("tensors", "layers.0.w"),
+]
+_FIELDS_OF_ANCHORS = [
+    *(("tensors", "w", key) for key in WholeTensor._fields),
+    ("tensors", "w"),
 ]
 _WRONG = [
     ...,
@@ -287,27 +306,34 @@ _WRONG = [
 
 
 # Of the wrong ones, those that happen to be right.
-_VALID = {("run",): "x", ("created",): 1.5, ("objects", 0, "name"): "x"}
+_VALID = {
+    ("run",): "x",
+    ("created",): 1.5,
+    ("objects", 0, "name"): "x",
+    ("tensors",): {},  # nothing changed
+    ("tensors", "layers.0.w"): ...,  # another does
+}
 
 
-@pytest.mark.parametrize("path", _FIELDS, ids=str)
+@pytest.mark.parametrize("path", [*_FIELDS, *_FIELDS_OF_ANCHORS], ids=str)
 def test_every_field_is_needed_and_typed(path):
+    manifest = _anchor() if path in _FIELDS_OF_ANCHORS else _manifest()
     for wrong in _WRONG:
         if wrong == _VALID.get(path):
             continue
         with pytest.raises(FormatError):
-            Manifest.parse(_edited(path, wrong))
-    if path not in (("base",), ("step",), ("tensors", "layers.0.w", "object")):
+            Manifest.parse(_edited(path, wrong, manifest))
+    if path not in (("base",), ("step",)):
         with pytest.raises(FormatError):
-            Manifest.parse(_edited(path, None))
+            Manifest.parse(_edited(path, None, manifest))
 
 
 @pytest.mark.parametrize(
-    "path", [("new",), ("objects", 0, "new"), ("tensors", "layers.0.w", "new")]
+    "path", [("new",), ("objects", 0, "new"), ("tensors", "w", "new")]
 )
 def test_unknown_fields_are_refused(path):
     with pytest.raises(FormatError, match="'new' is an unknown field"):
-        Manifest.parse(_edited(path, 1))
+        Manifest.parse(_edited(path, 1, _anchor()))
 
 
 def test_a_newer_format_says_so():
@@ -320,15 +346,12 @@ def test_a_newer_format_says_so():
 
 def test_a_tensor_digest_that_was_edited_shows_in_the_version_digest():
     with pytest.raises(FormatError, match="the version's digest is"):
-        Manifest.parse(_edited(("tensors", "layers.0.w", "digest"), "0" * 16))
+        Manifest.parse(_edited(("tensors", "w", "digest"), "0" * 16, _anchor()))
 
 
 def test_a_manifest_too_large_to_be_read_is_not_written():
     name = "☃" * 1000  # escaped, six bytes each
-    tensors = {
-        f"{name}.{i}": TensorEntry("BF16", (4, 8), 0, 0, None) for i in range(5_600)
-    }
-    manifest = _manifest(objects=(), tensors=tensors)
+    manifest = _manifest(tensors={f"{name}.{i}": _W for i in range(5_600)})
     with pytest.raises(FormatError, match="at most 33554432 are read"):
         manifest.to_json()
 
@@ -339,7 +362,57 @@ def test_a_hundred_thousand_tensors_fit():
         for i in range(100_000)
     }
     manifest = _manifest(tensors=tensors)
-    assert len(manifest.to_json()) < 20 << 20
+    assert len(manifest.to_json()) < 10 << 20
+
+
+def test_a_delta_costs_what_changed_not_what_there_is():
+    """However many tensors a tree has: a manifest lists those that change."""
+    specs = {
+        f"layers.{i}.w": TensorSpec(f"layers.{i}.w", "BF16", (4,)) for i in range(9)
+    }
+    state = State.new("r", VersionId(1, 0), 0, specs, dict.fromkeys(specs, 5))
+    then = state.then(VersionId(1, 1), 1, {"layers.3.w": 6})
+    manifest = _manifest(
+        run="r",
+        epoch=1,
+        version=1,
+        base=state.id,
+        digest=then.digest,
+        tensors={"layers.3.w": ChangedTensor(1, 6, (0,))},
+    )
+    assert b"layers.4.w" not in manifest.to_json()
+    found = state.after(Manifest.parse(manifest.to_json()))
+    assert found.digests == then.digests == {**state.digests, "layers.3.w": 6}
+    assert found.digest == version_digest(
+        (s, found.digests[n]) for n, s in specs.items()
+    )
+    assert (found.nbytes, found.elements) == (72, 36)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"base": VersionId(1, 1)}, FormatError),
+        ({"digest": 1}, CorruptError),
+        ({"tensors": {"v": ChangedTensor(1, 6, (0,))}}, TreeError),
+        ({"tensors": {"w": ChangedTensor(5, 6, (0,))}}, CorruptError),
+        ({"tensors": {"w": ChangedTensor(1, 7, (0,))}}, CorruptError),
+    ],
+)
+def test_a_delta_that_does_not_lead_on_is_refused(changes, error):
+    specs = {"w": TensorSpec("w", "BF16", (4,))}
+    state = State.new("r", VersionId(1, 0), 0, specs, {"w": 5})
+    fields = {
+        "run": "r",
+        "epoch": 1,
+        "version": 2,
+        "base": state.id,
+        "digest": state.then(VersionId(1, 2), 0, {"w": 6}).digest,
+        "tensors": {"w": ChangedTensor(1, 6, (0,))},
+    }
+    assert state.after(_manifest(**fields)).digests == {"w": 6}
+    with pytest.raises(error):
+        state.after(_manifest(**{**fields, **changes}))
 
 
 _names = st.text(
@@ -361,9 +434,7 @@ _names = st.text(
 @settings(deadline=None)
 def test_any_tensors_survive(tensors):
     entries = {
-        name: TensorEntry(
-            dtype, shape, TensorSpec(name, dtype, shape).size, tensor_digest, 0
-        )
+        name: WholeTensor(dtype, shape, tensor_digest, 0)
         for name, (dtype, shape, tensor_digest) in tensors.items()
     }
     manifest = _anchor(tensors=entries)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from jdelta.errors import FormatError, StateMismatchError, TreeError
 from jdelta.testing.traces import synthetic
-from jdelta.wire import digest, dtypes, fast
+from jdelta.wire import digest, dtypes, fast, tensor
 from jdelta.wire.changes import Changes, compose, merge
 from jdelta.wire.dtypes import TensorSpec
 from jdelta.wire.tensor import (
@@ -42,7 +43,7 @@ def _sync(spec, old, new):
     """Everything a publisher and a reader do with one tensor."""
     changes = Changes.between(old, new)
     encoded = encode_tensor(spec, changes)
-    steps = decode_tensor(spec, encoded.payload, encoded.changed)
+    steps = decode_tensor(spec, [encoded.payload], encoded.changed)
     held = old.copy()
     held[steps.positions] = stage(held, steps, spec)
     np.testing.assert_array_equal(held, new)
@@ -50,7 +51,7 @@ def _sync(spec, old, new):
     assert steps.digest_delta == moved
     assert digest.add(digest.full(old), moved) == digest.full(new)
     chunks = -(-spec.size // CHUNK_ELEMENTS)
-    assert len(encoded.payload) <= spec.nbytes + chunks * (24 + 4 * spec.itemsize)
+    assert len(encoded.payload) <= 1 + spec.nbytes + chunks * (24 + 4 * spec.itemsize)
     return encoded
 
 
@@ -94,15 +95,15 @@ def test_scalars_and_empty_tensors():
     _sync(scalar, np.array([5], np.uint32), np.array([6], np.uint32))
     empty = TensorSpec("e", "BF16", (0, 4))
     none = np.zeros(0, np.uint16)
-    assert _sync(empty, none, none) == (b"", 0, 0)
-    steps = decode_tensor(empty, b"", 0)
+    assert _sync(empty, none, none) == (b"\0", 0, 0)
+    steps = decode_tensor(empty, [], 0)
     assert steps.positions.dtype == np.int64
     assert steps.steps.dtype == np.uint16
 
 
 def test_no_change_is_no_byte():
     bits = np.arange(100, dtype=np.uint16)
-    assert _sync(TensorSpec("w", "BF16", (100,)), bits, bits) == (b"", 0, 0)
+    assert _sync(TensorSpec("w", "BF16", (100,)), bits, bits) == (b"\0", 0, 0)
 
 
 @pytest.mark.parametrize("share", [0.001, 0.3, 1.0])
@@ -112,7 +113,7 @@ def test_changes_on_both_sides_of_a_chunk_border(share):
     new = (np.random.default_rng(0).random(size) < share).astype(np.uint8)
     new[[0, CHUNK_ELEMENTS - 1, CHUNK_ELEMENTS, size - 1]] = 1
     encoded = _sync(TensorSpec("w", "U8", (size,)), old, new)
-    assert struct.unpack_from("<I", encoded.payload)[0] == 0
+    assert struct.unpack_from("<I", encoded.payload, 1)[0] == 0
 
 
 @pytest.mark.parametrize("dtype", [np.uint64, np.int64])
@@ -125,7 +126,7 @@ def test_a_tensor_past_2_to_the_32_elements(dtype):
     old = np.arange(7, dtype=np.uint16)
     changes = Changes(positions, old, old + np.uint16(1))
     encoded = encode_tensor(spec, changes)
-    steps = decode_tensor(spec, encoded.payload, 7)
+    steps = decode_tensor(spec, [encoded.payload], 7)
     np.testing.assert_array_equal(steps.positions, positions)
     np.testing.assert_array_equal(prove_steps(old, steps, spec), changes.new)
 
@@ -137,7 +138,7 @@ def test_the_last_element_that_32_bit_positions_reach():
     narrow = encode_tensor(spec, Changes(positions, old, old + 1))
     wide = encode_tensor(spec, Changes(positions.astype(np.int64), old, old + 1))
     assert narrow == wide
-    steps = decode_tensor(spec, narrow.payload, 4)
+    steps = decode_tensor(spec, [narrow.payload], 4)
     np.testing.assert_array_equal(steps.positions, positions)
     np.testing.assert_array_equal(prove_steps(old, steps, spec), old + 1)
 
@@ -148,7 +149,7 @@ def test_what_is_in_hand_is_proved_before_it_is_changed():
     new = np.where(rng.random(5000) < 0.1, old + np.uint16(1), old)
     spec = TensorSpec("layers.0.w", "BF16", (5000,))
     encoded = encode_tensor(spec, Changes.between(old, new))
-    steps = decode_tensor(spec, encoded.payload, encoded.changed)
+    steps = decode_tensor(spec, [encoded.payload], encoded.changed)
     for at in steps.positions[::17]:
         torn = old.copy()
         torn[at] ^= np.uint16(1 << int(rng.integers(16)))
@@ -169,7 +170,7 @@ def test_composed_steps_prove_the_older_base():
 
     def steps(old, new):
         encoded = encode_tensor(spec, Changes.between(old, new))
-        return decode_tensor(spec, encoded.payload, encoded.changed)
+        return decode_tensor(spec, [encoded.payload], encoded.changed)
 
     both = compose(steps(first, second), steps(second, third))
     held = first.copy()
@@ -219,13 +220,76 @@ def _record(chunk, count=1, delta=0, start=0):
     return struct.pack("<IIQ", chunk, len(data), delta) + data
 
 
+_CUT = TensorSpec("w", "BF16", (5, 4))
+
+
+@pytest.mark.parametrize(
+    "grid", [(1,), (1, 1), (0, 2), (6, 1), (2, 5), (2, 2, 1), (1 << 31, 1 << 31)]
+)
+def test_a_grid_that_is_none_of_the_tensor_is_refused(grid):
+    payload = struct.pack(f"<B{len(grid)}I", len(grid), *grid) + _record(0)
+    with pytest.raises(FormatError, match="a grid that is none of"):
+        decode_tensor(_CUT, [payload], 1)
+
+
+@given(st.data())
+@settings(max_examples=150, deadline=None)
+def test_boxes_say_the_same_as_one(data):
+    """Any grid, the parts in one object or in several."""
+    dimensions = data.draw(st.integers(1, 4))
+    shape = tuple(data.draw(st.integers(1, 7)) for _ in range(dimensions))
+    grid = tuple(data.draw(st.integers(1, n)) for n in shape)
+    spec = TensorSpec("w", "BF16", shape)
+    rng = np.random.default_rng(data.draw(st.integers(0, 99)))
+    old = rng.integers(0, 1 << 16, spec.size, np.uint16)
+    new = np.where(rng.random(spec.size) < 0.4, old + np.uint16(3), old)
+    changes = Changes.between(old, new)
+    if math.prod(grid) == 1:
+        grid = ()
+    whole = encode_tensor(spec, changes)
+    cut = encode_tensor(spec, changes, grid)
+    assert cut.changed == whole.changed and cut.digest_delta == whole.digest_delta
+    head = 1 + 4 * len(grid)
+    first = head  # as if each record came from the object of another shard
+    payloads = []
+    while first < len(cut.payload):
+        (length,) = struct.unpack_from("<I", cut.payload, first + 4)
+        end = first + 16 + length
+        payloads.append(cut.payload[:head] + cut.payload[first:end])
+        first = end
+    for found in (
+        decode_tensor(spec, [whole.payload], whole.changed),
+        decode_tensor(spec, [cut.payload], cut.changed),
+        decode_tensor(spec, payloads, cut.changed),
+    ):
+        np.testing.assert_array_equal(found.positions, changes.positions)
+        np.testing.assert_array_equal(stage(old, found, spec), changes.new)
+    if len(payloads) > 1:
+        with pytest.raises(FormatError, match="out of order"):
+            decode_tensor(spec, payloads[::-1], cut.changed)
+        other = payloads[:1] + [b"\0" + payloads[1][head:]]
+        with pytest.raises(FormatError):
+            decode_tensor(spec, other, cut.changed)
+
+
+def test_a_box_of_several_chunks(monkeypatch):
+    monkeypatch.setattr(tensor, "CHUNK_ELEMENTS", 16)
+    spec = TensorSpec("w", "U8", (9, 10))
+    old = np.zeros(spec.size, np.uint8)
+    new = np.arange(spec.size, dtype=np.uint8)
+    encoded = encode_tensor(spec, Changes.between(old, new), (2, 2))
+    found = decode_tensor(spec, [encoded.payload], encoded.changed)
+    np.testing.assert_array_equal(stage(old, found, spec), new[1:])
+    assert int.from_bytes(encoded.payload[9:13], "little") == 0
+
+
 @pytest.mark.parametrize(
     ("payload", "changed", "message"),
     [
-        (b"", 1, "ends inside"),
-        (_record(0), 0, "follow the end"),
-        (_record(0), 2, "ends inside"),
-        (_record(0) + b"\0", 1, "follow the end"),
+        (b"", 1, "1 elements|0 elements change, the manifest says 1"),
+        (_record(0), 0, "1 elements change, the manifest says 0"),
+        (_record(0), 2, "1 elements change, the manifest says 2"),
+        (_record(0) + b"\0", 1, "ends inside"),
         (_record(0)[:-1], 1, "ends inside"),
         (_record(0, 2), 1, "2 elements change, the manifest says 1"),
         (_record(1) + _record(0), 2, "out of order"),
@@ -238,23 +302,24 @@ def _record(chunk, count=1, delta=0, start=0):
 )
 def test_payloads_that_break_the_rules_are_refused(payload, changed, message):
     with pytest.raises(FormatError, match=message):
-        decode_tensor(_SPEC, payload, changed)
+        decode_tensor(_SPEC, [b"\0" + payload], changed)
 
 
 def test_a_second_chunk_is_as_long_as_what_is_left():
-    assert decode_tensor(_SPEC, _record(1, start=8), 1).positions == CHUNK_ELEMENTS + 8
+    payload = b"\0" + _record(1, start=8)
+    assert decode_tensor(_SPEC, [payload], 1).positions == CHUNK_ELEMENTS + 8
     data = fast.encode(np.array([9]), np.ones(1, np.uint16), 10)
     with pytest.raises(FormatError, match="'w', chunk 1: .*element 9 of 9"):
-        decode_tensor(_SPEC, struct.pack("<IIQ", 1, len(data), 0) + data, 1)
+        decode_tensor(_SPEC, [b"\0" + struct.pack("<IIQ", 1, len(data), 0) + data], 1)
 
 
 @given(st.binary(max_size=120), st.integers(0, 1 << 40))
 @settings(max_examples=1000, deadline=None)
 def test_random_payloads_are_refused(payload, changed):
-    if changed == 0 and not payload:
+    if changed == 0 and payload in (b"", b"\0"):
         return
     with pytest.raises(FormatError):
-        decode_tensor(_SPEC, payload, changed)
+        decode_tensor(_SPEC, [payload], changed)
 
 
 def test_damaged_payloads_never_pass_as_the_same_version(trained):
@@ -273,7 +338,7 @@ def test_damaged_payloads_never_pass_as_the_same_version(trained):
         damaged = bytearray(encoded.payload)
         damaged[rng.integers(len(damaged))] ^= 1 << int(rng.integers(8))
         try:
-            found = decode_tensor(spec, bytes(damaged), encoded.changed)
+            found = decode_tensor(spec, [bytes(damaged)], encoded.changed)
             if digest.add(digest.full(old), found.digest_delta) != promised:
                 continue
             reached += 1

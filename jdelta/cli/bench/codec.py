@@ -166,7 +166,7 @@ class _Work:
 
     def decode(self) -> list[Steps]:
         return [
-            decode_tensor(spec, encoded.payload, encoded.changed)
+            decode_tensor(spec, [encoded.payload], encoded.changed)
             for spec, encoded in zip(self.specs, self.encoded, strict=True)
         ]
 
@@ -179,7 +179,7 @@ class _Work:
         for spec, encoded, target in zip(
             self.specs, self.encoded, self.target, strict=True
         ):
-            steps = decode_tensor(spec, encoded.payload, encoded.changed)
+            steps = decode_tensor(spec, [encoded.payload], encoded.changed)
             target[steps.positions] = stage(target, steps, spec)
 
     def check(self) -> None:
