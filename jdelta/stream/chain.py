@@ -51,6 +51,8 @@ class Chain:
     Attributes:
         bucket: The bucket read.
         run: The run's id, once `refresh` found one.
+        ended: The version after which its publisher was closed, as far as `latest`
+            knows; a publisher that takes up the run undoes it.
     """
 
     def __init__(self, bucket: Bucket | str | os.PathLike[str]):
@@ -58,6 +60,7 @@ class Chain:
         self.bucket = open_bucket(bucket)
         self.run: str | None = None
         self.segments: tuple[Segment, ...] = ()
+        self.ended: VersionId | None = None
         self._manifests: dict[str, Manifest] = {}
 
     # -- the run and its epochs
@@ -173,6 +176,7 @@ class Chain:
             RunError: the bucket holds another run than before.
             FormatError: a control object is malformed.
         """
+        self.ended = None
         if not self.segments and self.read_run() is None:
             return None
         self.refresh_epochs()
@@ -190,15 +194,20 @@ class Chain:
             and self._committed(newest.epoch, pointer.version)  # else it ran ahead
         ):
             start = pointer.version
-        tip = self._probe(newest.epoch, start)
+        sure = known == VersionId(newest.epoch, start)
+        tip = self._probe(newest.epoch, start, sure)
         if tip is None:
             tip = self._last_listed(newest)
-        if tip is not None:
-            return VersionId(newest.epoch, tip)
+        found = None if tip is None else VersionId(newest.epoch, tip)
         for segment in reversed(self.segments[:-1]):
-            if segment.last is not None:
-                return VersionId(segment.epoch, segment.last)
-        return None
+            if found is None and segment.last is not None:
+                found = VersionId(segment.epoch, segment.last)
+        if pointer is not None and (pointer.closed, pointer.id) == (
+            newest.epoch,
+            found,
+        ):
+            self.ended = found
+        return found
 
     def manifest(self, vid: VersionId) -> Manifest:
         """The manifest that committed `vid`.
@@ -310,9 +319,9 @@ class Chain:
     def _committed(self, epoch: int, version: int) -> bool:
         return self._exists(names.manifest_name(epoch, version))
 
-    def _probe(self, epoch: int, start: int) -> int | None:
+    def _probe(self, epoch: int, start: int, sure: bool) -> int | None:
         """The last of the consecutive committed versions that begin at `start`."""
-        tip = None
+        tip = start if sure else None
         while self._committed(epoch, start if tip is None else tip + 1):
             tip = start if tip is None else tip + 1
         return tip

@@ -25,7 +25,7 @@ from jdelta.errors import (
     RunError,
     TreeError,
 )
-from jdelta.stream.chain import DAMAGE, MAX_DOCUMENT_BYTES, Chain, sha256_hex
+from jdelta.stream.chain import DAMAGE, MAX_DOCUMENT_BYTES, Chain
 from jdelta.wire import names
 from jdelta.wire.control import EpochClaim, Pointer, RunInfo
 from jdelta.wire.dtypes import TensorSpec
@@ -96,14 +96,15 @@ class Epoch:
         self.check_fence(attempt.manifest.version)
         self.last, self.tip = attempt.state.id, attempt.state
 
-    def point(self, attempt: Attempt) -> None:
-        """Moves the pointer to a committed version."""
+    def point(self, *, closed: bool = False) -> None:
+        """Moves the pointer to the newest version; says if it is the run's last."""
+        if self.last is None:
+            return
         pointer = Pointer(
             run=self.run,
-            epoch=attempt.manifest.epoch,
-            version=attempt.manifest.version,
-            manifest=attempt.name,
-            sha256=sha256_hex(attempt.document),
+            epoch=self.last.epoch,
+            version=self.last.version,
+            closed=self.number if closed else None,
         ).to_json()
         self.bucket.put(names.POINTER, pointer)
         self.count("pointer", len(pointer))

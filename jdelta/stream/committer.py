@@ -165,7 +165,7 @@ class Committer:
             self._insist(partial(self._epoch.upload, attempt.manifest.kind, name, data))
         uploaded = time.perf_counter()
         self._insist(lambda: self._epoch.commit(attempt))
-        self._insist(lambda: self._epoch.point(attempt))
+        self._insist(self._epoch.point)
         times["upload"] = uploaded - start
         times["commit"] = time.perf_counter() - uploaded
         self._ledger.progressed(through=True)

@@ -149,7 +149,7 @@ class Copier:
         """
         with self._handing:
             self._ledger.check()
-            if self._asked is not None and not self.waiting:
+            if self._asked is not None:
                 rescue = self._rescue or _Rescue(None, None, None)
                 self._hand_whole(rescue, time.perf_counter())
 

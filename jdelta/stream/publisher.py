@@ -19,10 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from jdelta.bucket import Bucket, open_bucket
-from jdelta.errors import (
-    JDeltaError,
-    WaitTimeoutError,
-)
+from jdelta.errors import BucketError, FencedError, JDeltaError, WaitTimeoutError
 from jdelta.stream import source
 from jdelta.stream.anchors import AnchorMaker
 from jdelta.stream.backlog import Backlog, Item, WhenBehind
@@ -208,7 +205,8 @@ class Publisher:
         """
         deadline = time.monotonic() + timeout
         while True:
-            self._copier.hand_rescue()
+            if not self._waiting():
+                self._copier.hand_rescue()
             with self._ledger.changed:
                 if not self._waiting() and self._copier.asked is None:
                     self._ledger.check()
@@ -225,11 +223,14 @@ class Publisher:
                 if self._waiting():
                     self._ledger.changed.wait(left)
 
-    def close(self, timeout: float = _CLOSE_SECONDS) -> None:
+    def close(self, timeout: float = _CLOSE_SECONDS, *, ended: bool = True) -> None:
         """Commits what was handed over and ends the threads.
 
         Args:
             timeout: Seconds to wait for the bucket.
+            ended: Tell followers that the run is over: their loops over `updates` end.
+                False where it goes on soon in another process. A context manager that
+                is left by an error, and the end of the interpreter, say False.
 
         Raises:
             PublishError: something could not be committed; readers stay at the last
@@ -244,6 +245,8 @@ class Publisher:
         try:
             self._flush_aloud(timeout)
             self._anchors.join(deadline - time.monotonic())
+            if ended:
+                self._end()
         except BaseException:
             deadline = time.monotonic()
             raise
@@ -268,7 +271,7 @@ class Publisher:
             self.close()
             return
         try:
-            self.close()
+            self.close(ended=False)
         except (JDeltaError, KeyboardInterrupt) as error:
             _log.warning("the publisher was closed with work left: %r", error)
 
@@ -302,6 +305,14 @@ class Publisher:
             _log.warning("%s; waiting %g s more, an interrupt ends it", error, left)
             self.flush(left)
 
+    def _end(self) -> None:
+        """Leaves the mark that nothing follows; without it followers wait on."""
+        try:
+            self._epoch.check_fence(self._epoch.next_version)
+            self._epoch.point(closed=True)
+        except (BucketError, FencedError) as error:
+            _log.warning("followers are not told that the run is over: %s", error)
+
     def _waiting(self) -> int:
         with self._ledger.changed:
             busy = int(self._committer.busy)
@@ -325,7 +336,7 @@ def _close_at_exit(publisher: Publisher) -> Callable[[], None]:
         forgotten = reference()
         if forgotten is not None:
             try:
-                forgotten.close()
+                forgotten.close(ended=False)
             except JDeltaError as error:
                 _log.error("%s", error)
 

@@ -16,17 +16,21 @@ import numpy as np
 
 from jdelta.bucket import Bucket
 from jdelta.errors import (
+    BucketError,
     BucketUnavailableError,
     CorruptError,
     FormatError,
     JDeltaError,
+    ObjectNotFoundError,
     RunError,
     VersionNotFoundError,
     WaitTimeoutError,
 )
 from jdelta.stream.chain import DAMAGE, Chain
 from jdelta.stream.fetch import Meter, fetch_delta
+from jdelta.stream.pace import LONGEST_SECONDS, SHORTEST_SECONDS, Pace
 from jdelta.stream.rebuild import rebuild
+from jdelta.wire import names
 from jdelta.wire.changes import Steps, compose
 from jdelta.wire.manifest import Manifest, VersionId
 from jdelta.wire.state import State
@@ -105,14 +109,16 @@ class Stager:
         cursor: State | None,
         *,
         every: bool,
-        poll: float,
+        poll: float | None,
     ):
         """Starts the thread."""
         self._chain = Chain(bucket)
         self._chain.run = run
         self._cursor = cursor
         self._every = every
-        self._poll = poll
+        self._pace = Pace(poll)
+        self._told = poll is None and bucket.capabilities.watch
+        self._ended = False  # the version at the cursor is the run's last
         self._staged: deque[Staged] = deque()
         self._changed = threading.Condition()
         self._generation = 0
@@ -129,6 +135,8 @@ class Stager:
     def take(self, timeout: float | None, *, one: bool) -> list[Staged]:
         """Waits for staged versions and takes them: the oldest, or all.
 
+        None at all: the run ended, or this was stopped.
+
         Raises:
             WaitTimeoutError: none came in time.
             JDeltaError: the bucket cannot be followed any more.
@@ -138,7 +146,7 @@ class Stager:
             while not self._staged:
                 if self._fatal is not None:
                     raise self._fatal
-                if self._stopped:
+                if self._stopped or self._ended:
                     return []
                 left = None if deadline is None else deadline - time.monotonic()
                 if left is not None and left <= 0:
@@ -160,6 +168,7 @@ class Stager:
         with self._changed:
             self._staged.clear()
             self._cursor = cursor
+            self._ended = False
             self._generation += 1
             self._changed.notify_all()
 
@@ -178,12 +187,14 @@ class Stager:
             while not self._stopped:
                 with self._changed:
                     cursor, generation = self._cursor, self._generation
-                progressed = False
+                progressed, tag = 0, None
                 try:
+                    if self._told:
+                        tag = self._pointer_tag()
                     for staged in self._after(cursor):
                         if not self._put(staged, generation):
                             break
-                        progressed = True
+                        progressed += 1
                     self._trouble, failures = None, 0
                 except BucketUnavailableError as error:
                     self._trouble = error
@@ -193,16 +204,41 @@ class Stager:
                     if self._trouble is None:
                         _log.warning("cannot follow for now: %s", error)
                     self._trouble = error
-                if not progressed:
-                    # What is broken is not looked at as often as what is awaited.
-                    failures += self._trouble is not None
-                    with self._changed:
-                        if not self._stopped and self._generation == generation:
-                            self._changed.wait(self._poll * min(1 << failures, 32))
+                if progressed:
+                    self._pace.came(progressed)
+                    continue
+                failures += self._trouble is not None
+                self._idle(generation, tag, failures)
         except BaseException as error:  # handed to the consumer
             with self._changed:
                 self._fatal = error
                 self._changed.notify_all()
+
+    def _idle(self, generation: int, tag: str | None, failures: int) -> None:
+        """Waits until there may be news: the pointer moved, or it is time to look."""
+        if self._told and not failures:
+            begin = time.monotonic()
+            while time.monotonic() - begin < LONGEST_SECONDS:
+                try:
+                    if self._chain.bucket.watch(names.POINTER, tag, SHORTEST_SECONDS):
+                        return
+                except BucketError:
+                    break  # looking says what is wrong
+                with self._changed:
+                    if self._stopped or self._generation != generation:
+                        return
+            else:
+                return
+        with self._changed:
+            if not self._stopped and self._generation == generation:
+                # What is broken is not looked at as often as what is awaited.
+                self._changed.wait(self._pace.wait() * min(1 << failures, 32))
+
+    def _pointer_tag(self) -> str | None:
+        try:
+            return self._chain.bucket.stat(names.POINTER).tag
+        except ObjectNotFoundError:
+            return None
 
     def _check_run(self) -> None:
         """Raises RunError if not one object but the bucket is another run's."""
@@ -233,6 +269,10 @@ class Stager:
         chain = self._chain
         tip = chain.latest(None if cursor is None else cursor.id)
         if tip is None or (cursor is not None and tip == cursor.id):
+            if tip is not None and chain.ended == tip:
+                with self._changed:
+                    self._ended = self._cursor is cursor
+                    self._changed.notify_all()
             return
         if cursor is None or not chain.contains(cursor.id):
             # Nothing held, or held from a publisher that was fenced.

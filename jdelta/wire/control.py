@@ -112,15 +112,19 @@ class Pointer(_Document):
         run: The run.
         epoch: The epoch of the version.
         version: The version.
-        manifest: The name of the manifest that commits it.
-        sha256: The SHA-256 of that manifest, 64 hexadecimal digits.
+        closed: The epoch whose publisher was closed after it: nothing follows unless a
+            later one is claimed. None while it goes on.
     """
 
     run: str
     epoch: int
     version: int
-    manifest: str
-    sha256: str
+    closed: int | None
+
+    @property
+    def id(self) -> VersionId:
+        """The version pointed to."""
+        return VersionId(self.epoch, self.version)
 
     _kind: ClassVar[str] = "pointer"
 
@@ -130,15 +134,12 @@ class Pointer(_Document):
             run=fields.text("run", 128),
             epoch=fields.integer("epoch", 1, names.MAX_EPOCH),
             version=fields.integer("version", 0, names.MAX_VERSION),
-            manifest=fields.text("manifest"),
-            sha256=fields.hexadecimal("sha256", 64),
+            closed=fields.take("closed"),
         )
         fields.end()
-        if found.manifest != names.manifest_name(found.epoch, found.version):
-            raise FormatError(
-                f"pointer: {found.manifest[:80]!r} is not the manifest of version "
-                f"{found.version} of epoch {found.epoch}"
-            )
+        closed = found.closed
+        if closed is not None and (type(closed) is not int or closed < found.epoch):
+            raise FormatError(f"pointer: closed is no epoch: {str(closed)[:80]}")
         return found
 
 

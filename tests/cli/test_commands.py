@@ -168,7 +168,7 @@ def test_inspect_shows_an_anchor_made_later(tmp_path):
         publisher.publish({"w": between})
     rows = last_json(jd("inspect", url, "--json"))["versions"]
     assert [row["later_anchor"] for row in rows] == [True, False]
-    assert jd("inspect", url).output.count("anchor") == 2
+    assert jd("inspect", url).output.count("anchor") >= 2
 
 
 def test_inspect_names_a_broken_manifest_and_shows_the_rest(run):

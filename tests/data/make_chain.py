@@ -96,15 +96,7 @@ def make(folder: Path) -> None:
     _delta(folder, IDS[2], IDS[3], "delta")
     _anchor(folder, IDS[3], alternate=True)
     _delta(folder, IDS[0], IDS[3], "fold")
-    name = names.manifest_name(*IDS[3])
-    document = (folder / name).read_bytes()
-    pointer = Pointer(
-        run=RUN,
-        epoch=IDS[3].epoch,
-        version=IDS[3].version,
-        manifest=name,
-        sha256=hashlib.sha256(document).hexdigest(),
-    )
+    pointer = Pointer(run=RUN, epoch=IDS[3].epoch, version=IDS[3].version, closed=2)
     _put(folder, names.POINTER, pointer.to_json())
     reader = ReaderStatus(reader="rollout-0", run=RUN, epoch=1, version=2, time=TIME)
     _put(folder, names.reader_name("rollout-0"), reader.to_json())

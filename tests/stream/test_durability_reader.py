@@ -39,11 +39,12 @@ def reader(bucket):
 
 
 def versions(trainer, bucket, count, share=0.05, **options):
-    """A closed run of versions 0 to `count`."""
-    with trainer.open(bucket, **options) as pub:
-        for _ in range(count):
-            trainer.publish(pub, share=share)
-            pub.flush()
+    """A run of versions 0 to `count` that may go on."""
+    pub = trainer.open(bucket, **options)
+    for _ in range(count):
+        trainer.publish(pub, share=share)
+        pub.flush()
+    pub.close(ended=False)
     return pub
 
 
