@@ -201,8 +201,8 @@ with jdelta.Subscriber(str(bucket)) as sub:
         for name in update.specs:
             exponents = weights[name].reshape(-1).view(np.uint16) >> 7 & 0xFF
             by_exponent[1] += np.bincount(exponents, minlength=256)
-            if name in update.steps:
-                moved = update.steps[name]
+            if name in update.patch:
+                moved = update.patch[name]
                 at = exponents[moved.positions]
                 by_exponent[0] += np.bincount(at, minlength=256)
                 touched[name] += len(moved.positions)

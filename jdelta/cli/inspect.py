@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -116,6 +117,7 @@ def _describe(manifest: Manifest, elements: int | None) -> dict[str, Any]:
         "kind": manifest.kind,
         "base": None if base is None else base.version,
         "step": manifest.step,
+        "meta": manifest.meta,
         "created": manifest.created,
         "codec": manifest.codec,
         "objects": len(manifest.objects),
@@ -176,6 +178,8 @@ def _print_versions(
     for heading in ("version", "kind", "base", "epoch", "step", "bytes", "density"):
         table.add_column(heading, justify="right")
     table.add_column("created (UTC)")
+    if any(row.get("meta") for row in rows):
+        table.add_column("meta", overflow="fold")
     for row in rows:
         if "error" in row:
             table.add_row(str(row["version"]), "unreadable")
@@ -189,6 +193,7 @@ def _print_versions(
             human_bytes(row["bytes"]),
             f"{row['density']:.3%}",
             _time(row["created"]),
+            *([Text(json.dumps(row["meta"]))] if row["meta"] else []),
         )
     console.print(table)
     for row in rows:

@@ -12,6 +12,7 @@ much waits already.
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import shutil
 import tempfile
@@ -20,7 +21,7 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
@@ -40,6 +41,7 @@ class Item:
         changes: Changes by tensor; None for whole weights.
         whole: Flat bits by tensor; None for changes.
         step: The trainer's step.
+        meta: The user's own words on it.
         handed: When it (the first part of it) was handed over, `time.perf_counter`.
         copy_seconds: Time from the device being ready to the bytes being ours.
         merged: How many published deltas it holds.
@@ -48,6 +50,7 @@ class Item:
     changes: dict[str, Changes] | None
     whole: dict[str, np.ndarray] | None
     step: int | None
+    meta: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     handed: float = dataclasses.field(default_factory=time.perf_counter)
     copy_seconds: float = 0.0
     merged: int = 1
@@ -83,6 +86,7 @@ def join(first: Item, second: Item) -> Item:
         changes=changes,
         whole=whole,
         step=second.step,
+        meta=second.meta,
         handed=first.handed,
         copy_seconds=first.copy_seconds + second.copy_seconds,
         merged=first.merged + second.merged,
@@ -264,6 +268,7 @@ class Backlog:
                 names=np.array(names, dtype=np.str_),
                 whole=np.array(item.whole is not None),
                 step=np.array([] if item.step is None else [item.step], np.int64),
+                meta=np.array(json.dumps(dict(item.meta))),
                 clock=np.array([item.handed, item.copy_seconds]),
                 merged=np.array(item.merged),
                 **arrays,  # type: ignore[arg-type]
@@ -298,6 +303,7 @@ class Backlog:
                 changes=changes,
                 whole=whole,
                 step=int(z["step"][0]) if len(z["step"]) else None,
+                meta=json.loads(str(z["meta"])),
                 handed=float(z["clock"][0]),
                 copy_seconds=float(z["clock"][1]),
                 merged=int(z["merged"]),

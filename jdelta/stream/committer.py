@@ -10,13 +10,23 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import TypeVar
 
-from jdelta.errors import BucketError, FormatError, GapError, StateMismatchError
+import numpy as np
+
+from jdelta.errors import (
+    BucketError,
+    FormatError,
+    GapError,
+    StateMismatchError,
+)
 from jdelta.stream.anchors import AnchorMaker
 from jdelta.stream.backlog import Backlog, Item
+from jdelta.stream.chain import DAMAGE, Chain
 from jdelta.stream.commit import Attempt, Epoch
 from jdelta.stream.encode import encode_anchor, encode_delta, full_digests
 from jdelta.stream.ledger import Ledger
 from jdelta.stream.records import CommitRecord
+from jdelta.stream.resume import differences
+from jdelta.wire.changes import Changes
 from jdelta.wire.dtypes import TensorSpec
 from jdelta.wire.manifest import VersionId
 from jdelta.wire.state import State
@@ -113,19 +123,42 @@ class Committer:
                 changed.notify_all()
 
     def _begin(self, first: Item) -> None:
-        """Continues the run if the trainer's weights are its newest version's."""
-        tip = self._epoch.tip
-        digests = full_digests(first.whole or {})
+        """Continues the run with what differs from its newest version, if anything."""
+        tip, whole = self._epoch.tip, first.whole or {}
+        digests = full_digests(whole)
         if tip is not None:
-            if tip.digests == digests:
-                self._anchors.resume(tip.id)
+            self._anchors.resume(tip.id)
+            differ = [name for name in tip.specs if tip.digests[name] != digests[name]]
+            if not differ:
                 return
             _log.warning(
-                "the trainer's weights are not version %d of %s: writing an anchor",
+                "the trainer's weights are not version %d of %s: %d of %d tensors "
+                "differ, which becomes a version",
                 tip.version,
                 self._epoch.bucket.url,
+                len(differ),
+                len(tip.specs),
             )
+            first.changes = self._differences(tip, whole, differ)
+            if first.changes is not None:
+                first.whole = None
+                whole.clear()
         self._commit(first, digests)
+
+    def _differences(
+        self, tip: State, whole: dict[str, np.ndarray], names: list[str]
+    ) -> dict[str, Changes] | None:
+        """Changes from the run's newest version; None where whole weights are less."""
+        chain = Chain(self._epoch.bucket)
+        chain.run = self._epoch.run
+        try:
+            found = self._insist(lambda: differences(chain, tip, whole, names))
+        except DAMAGE as error:
+            _log.warning("writing whole weights: %s", error)
+            return None
+        # At most: most changes take less than an element and a byte for where it is.
+        size = sum(len(c.new) + c.new.nbytes for c in (found or {}).values())
+        return found if size < tip.nbytes else None
 
     def _commit(self, item: Item, digests: dict[str, int] | None = None) -> None:
         """Encodes and delivers one version."""
@@ -150,11 +183,14 @@ class Committer:
         vid = VersionId(self._epoch.number, self._epoch.next_version)
         if item.whole is not None:
             digests = digests or full_digests(item.whole)
-            state = State.new(self._epoch.run, vid, item.step, self._specs, digests)
+            state = State.new(
+                self._epoch.run, vid, item.step, item.meta, self._specs, digests
+            )
             with encode_anchor(item.whole, state, self._epoch.bucket) as attempt:
                 yield attempt
         elif tip is not None:
-            yield encode_delta(item.changes or {}, tip, vid, item.step)
+            changes = item.changes or {}
+            yield encode_delta(changes, tip, vid, item.step, item.meta)
         else:
             raise FormatError("a delta cannot be a run's first version")
 

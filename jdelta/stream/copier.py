@@ -43,6 +43,7 @@ class _Handed:
     delta: Any
     whole: dict[str, Any] | None
     step: int | None
+    meta: Mapping[str, Any]
     at: float
 
 
@@ -52,6 +53,7 @@ class _Rescue:
 
     params: Any
     step: int | None
+    meta: Mapping[str, Any]
     delta: Any
 
 
@@ -113,7 +115,9 @@ class Copier:
         """Why whole weights must come next, or None."""
         return self._asked
 
-    def hand(self, delta: Any, step: int | None, params: Any) -> None:
+    def hand(
+        self, delta: Any, step: int | None, meta: Mapping[str, Any], params: Any
+    ) -> None:
         """Takes a delta, or the whole weights that stand for it.
 
         Waits only while `MAX_HANDED` deltas are on their way from the device.
@@ -131,13 +135,13 @@ class Copier:
             if self._asked is not None or heavy:
                 # Older weights cannot make up for a delta that is left out now.
                 self._rescue = None
-                self._hand_whole(_Rescue(params, step, delta), at)
+                self._hand_whole(_Rescue(params, step, meta, delta), at)
             else:
-                handed = _Handed(source.own_delta(delta), None, step, at)
+                handed = _Handed(source.own_delta(delta), None, step, meta, at)
                 with self._ledger.changed:
                     self._make_room()
                     self._incoming.append(handed)
-                    self._rescue = _Rescue(params, step, handed.delta)
+                    self._rescue = _Rescue(params, step, meta, handed.delta)
                     self._ledger.changed.notify_all()
             self._ledger.count("published")
 
@@ -150,7 +154,7 @@ class Copier:
         with self._handing:
             self._ledger.check()
             if self._asked is not None:
-                rescue = self._rescue or _Rescue(None, None, None)
+                rescue = self._rescue or _Rescue(None, None, {}, None)
                 self._hand_whole(rescue, time.perf_counter())
 
     def ask_whole(self, asked: JDeltaError) -> None:
@@ -206,7 +210,9 @@ class Copier:
         whole = source.device_copy(leaves)
         with self._ledger.changed:
             # Deltas that still wait hold nothing that these weights do not.
-            self._incoming.append(_Handed(rescue.delta, whole, rescue.step, at))
+            self._incoming.append(
+                _Handed(rescue.delta, whole, rescue.step, rescue.meta, at)
+            )
             self._asked = self._rescue = None
             self._ledger.changed.notify_all()
 
@@ -258,6 +264,7 @@ class Copier:
             changes=changes,
             whole=whole,
             step=handed.step,
+            meta=handed.meta,
             handed=handed.at,
             copy_seconds=time.perf_counter() - start,
         )

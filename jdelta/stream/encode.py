@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -44,7 +45,11 @@ def full_digests(bits: Mapping[str, np.ndarray]) -> dict[str, int]:
 
 
 def encode_delta(
-    changes: Mapping[str, Changes], base: State, vid: VersionId, step: int | None
+    changes: Mapping[str, Changes],
+    base: State,
+    vid: VersionId,
+    step: int | None,
+    meta: Mapping[str, Any],
 ) -> Attempt:
     """A delta on `base`: its digests follow from the base's in O(changed)."""
     specs = base.specs
@@ -85,7 +90,9 @@ def encode_delta(
         )
         for name, tensor in encoded.items()
     }
-    state = base.then(vid, step, {n: entry.digest for n, entry in tensors.items()})
+    state = base.then(
+        vid, step, meta, {n: entry.digest for n, entry in tensors.items()}
+    )
     manifest = Manifest(
         run=base.run,
         epoch=vid.epoch,
@@ -93,6 +100,7 @@ def encode_delta(
         kind="delta",
         base=base.id,
         step=step,
+        meta=meta,
         created=time.time(),
         objects=tuple(refs),
         digest=state.digest,
@@ -145,6 +153,7 @@ def encode_anchor(
             values="none",
             base=None,
             step=state.step,
+            meta=state.meta,
             created=time.time(),
             objects=refs,
             digest=state.digest,

@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
@@ -123,7 +123,12 @@ def fetch_object(bucket: Bucket, ref: ObjectRef, meter: Meter, kind: str) -> byt
 
 
 def fetch_delta(
-    bucket: Bucket, manifest: Manifest, base: State, meter: Meter
+    bucket: Bucket,
+    manifest: Manifest,
+    base: State,
+    meter: Meter,
+    *,
+    only: Container[str] | None = None,
 ) -> tuple[dict[str, Steps], State]:
     """A delta's steps by tensor, consistent with the digests of both its ends.
 
@@ -132,6 +137,7 @@ def fetch_delta(
         manifest: The delta's manifest.
         base: The version it is based on.
         meter: Takes the times and the bytes.
+        only: The tensors wanted; None for all.
 
     Returns:
         The steps, and the version they lead to.
@@ -142,10 +148,13 @@ def fetch_delta(
         TreeError: it changes other tensors than its base version has.
     """
     state = base.after(manifest)
-    entries, specs = manifest.changes, base.specs
+    specs = base.specs
+    entries = {n: e for n, e in manifest.changes.items() if only is None or n in only}
     payloads: dict[str, list[memoryview]] = {name: [] for name in entries}
     for index, ref in enumerate(manifest.objects):
-        listed = [name for name, entry in entries.items() if index in entry.objects]
+        listed = [n for n, e in manifest.changes.items() if index in e.objects]
+        if not any(name in entries for name in listed):
+            continue
         most = delta_object.max_bytes([specs[name] for name in listed])
         if ref.size > most:
             raise CorruptError(
@@ -154,7 +163,8 @@ def fetch_delta(
             )
         data = fetch_object(bucket, ref, meter, "delta")
         for name, payload in delta_object.unpack(data, listed).items():
-            payloads[name].append(payload)
+            if name in entries:
+                payloads[name].append(payload)
     start = time.perf_counter()
 
     def decode(name: str) -> Steps:

@@ -14,7 +14,7 @@ import os
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from jdelta.stream.copier import Copier
 from jdelta.stream.ledger import Ledger
 from jdelta.stream.records import CommitRecord, PublisherStats
 from jdelta.wire._documents import MAX_INT
+from jdelta.wire.manifest import check_meta
 
 _log = logging.getLogger(__name__)
 
@@ -40,8 +41,8 @@ class Publisher:
     """Streams a trainer's weights into a bucket, a version for every `publish`.
 
     Opening it claims the run's next epoch (from then on no earlier publisher of the run
-    can commit) and copies `params` to host memory. If they equal the newest version,
-    the run continues with deltas; else an anchor is written first.
+    can commit) and copies `params` to host memory. A run that is there is continued:
+    where `params` differ from its newest version, what differs becomes a version first.
 
     Args:
         bucket: The run's URL (a path, `file://`, `memory://`) or a bucket.
@@ -59,6 +60,7 @@ class Publisher:
         spool_bytes: Bound on the spool; past it the newest two are merged.
         run: Insist on this run id (and create the run with it).
         step: The trainer's step that `params` are of, if they become a version.
+        meta: Your own words on that version, as for `publish`.
         retry_seconds: How long a bucket that cannot be reached is tried again without a
             success in between; then publishing stops. `math.inf`: for ever.
         on_commit: Called with a `CommitRecord` after each commit, on the commit thread.
@@ -95,6 +97,7 @@ class Publisher:
         spool_bytes: int = 16 << 30,
         run: str | None = None,
         step: int | None = None,
+        meta: Mapping[str, Any] | None = None,
         retry_seconds: float = 3600.0,
         on_commit: Callable[[CommitRecord], None] | None = None,
         on_failure: Callable[[BaseException], None] | None = None,
@@ -103,7 +106,7 @@ class Publisher:
         self._bucket = open_bucket(bucket)
         # All that can be wrong is, before the claim stops an earlier publisher.
         AnchorMaker.check(anchor_every, anchor_share)
-        step = _checked_step(step)
+        step, meta = _checked_step(step), check_meta(meta or {})
         leaves = source.named_leaves(params)
         self._specs = source.specs_of(leaves)
         folder = None if spool is None else Path(spool)
@@ -128,7 +131,9 @@ class Publisher:
             self._copier.ask_whole,
             on_commit,
         )
-        self._committer.start(Item(changes=None, whole=first, step=step, merged=0))
+        self._committer.start(
+            Item(changes=None, whole=first, step=step, meta=meta, merged=0)
+        )
         self._copier.start()
         # No thread holds the publisher itself: when it is dropped, they end.
         at_exit = _close_at_exit(self)
@@ -155,7 +160,12 @@ class Publisher:
         return None if last is None else last.version
 
     def publish(
-        self, delta: Any, *, step: int | None = None, params: Any = None
+        self,
+        delta: Any,
+        *,
+        step: int | None = None,
+        params: Any = None,
+        meta: Mapping[str, Any] | None = None,
     ) -> None:
         """Hands a delta over and returns; it becomes a version in the background.
 
@@ -173,6 +183,9 @@ class Publisher:
                 damaged, or the deltas that wait for it take more memory than weights):
                 then they are copied on the device, without waiting, and written as an
                 anchor. Kept until the delta is on the host.
+            meta: Your own words on the version (learning rate, name of the policy):
+                a dict that JSON can hold, in at most 4 KiB. Readers find it in
+                `Update.meta`. Where deltas are merged, the last one's.
 
         Waits only while `MAX_HANDED` deltas are on their way from the device.
 
@@ -187,9 +200,10 @@ class Publisher:
                 accepted.
             TreeError: not a delta of the published tree; not accepted, and nothing is
                 changed by the call.
+            TypeError, ValueError: a step or a meta that cannot be kept; not accepted.
             FencedError: another publisher took over; nothing more is accepted.
         """
-        self._copier.hand(delta, _checked_step(step), params)
+        self._copier.hand(delta, _checked_step(step), check_meta(meta or {}), params)
 
     def flush(self, timeout: float = _CLOSE_SECONDS) -> int:
         """Blocks until everything handed over is committed; returns the version.

@@ -55,6 +55,11 @@ class Update:
         return self.state.step
 
     @property
+    def meta(self) -> Mapping[str, Any]:
+        """What the publisher said of that version."""
+        return self.state.meta
+
+    @property
     def kind(self) -> str:
         """What it is: "delta", or "anchor" for one that replaces every weight."""
         return "anchor" if self.patch is None else "delta"

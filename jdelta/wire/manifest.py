@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
+import json
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
@@ -24,6 +25,7 @@ MAX_OBJECTS = 1 << 17
 MAX_TENSORS = 1 << 20
 MAX_TENSOR_BYTES = 1 << 50
 MAX_TOTAL_BYTES = 1 << 53
+MAX_META_BYTES = 4096
 _MAX_DIMENSIONS = 32
 _MAX_TENSOR_NAME = 1024
 _KIND = "manifest"
@@ -95,6 +97,7 @@ class Manifest:
         kind: "anchor", "delta", or "fold" (a delta from an older version).
         base: The version its changes are relative to; None for an anchor.
         step: The trainer's step, if it was told.
+        meta: The user's own words on it, a JSON object.
         created: When it was made, seconds since 1970.
         objects: Its objects.
         digest: The digest of the whole version; see `version_digest`.
@@ -113,6 +116,7 @@ class Manifest:
     kind: str
     base: VersionId | None
     step: int | None
+    meta: Mapping[str, Any]
     created: float
     objects: tuple[ObjectRef, ...]
     digest: int
@@ -154,11 +158,9 @@ class Manifest:
 
     def same_weights(self, other: Manifest) -> bool:
         """Whether both describe the same version with the same weights."""
-        return (self.run, self.id, self.step, self.digest) == (
-            other.run,
-            other.id,
-            other.step,
-            other.digest,
+        return all(
+            getattr(self, field) == getattr(other, field)
+            for field in ("run", "id", "step", "meta", "digest")
         )
 
     def to_json(self) -> bytes:
@@ -172,6 +174,7 @@ class Manifest:
                 "kind": self.kind,
                 "base": None if self.base is None else list(self.base),
                 "step": self.step,
+                "meta": self.meta,
                 "created": float(self.created),
                 "codec": self.codec,
                 "values": self.values,
@@ -217,6 +220,7 @@ class Manifest:
             kind=kind,
             base=None if base is None else parse_version_id(base, f"{_KIND}: base"),
             step=step,
+            meta=fields.take("meta"),
             created=fields.number("created"),
             objects=tuple(
                 _parse_object(ref, f"{_KIND}: object {i}")
@@ -306,6 +310,36 @@ def check_tensor_name(name: str) -> str:
     return name
 
 
+def check_meta(meta: Any) -> dict[str, Any]:
+    """A copy of what a user says about a version, as it is read back.
+
+    Raises:
+        TypeError: it is not a dict, or holds what JSON cannot.
+        ValueError: it is too large, or holds a number or a text that JSON cannot.
+    """
+    if not isinstance(meta, Mapping):
+        raise TypeError(f"expected a dict, got a {type(meta).__name__}")
+    text = json.dumps(dict(meta), allow_nan=False, separators=(",", ":"))
+    if len(text) > MAX_META_BYTES:
+        raise ValueError(
+            f"{len(text)} bytes as JSON, at most {MAX_META_BYTES} are kept"
+        )
+    copy = json.loads(text)
+    if not _texts(copy):
+        raise ValueError("a text that UTF-8 cannot hold, or a number of over 20 digits")
+    return copy
+
+
+def _texts(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(is_text(key) and _texts(below) for key, below in value.items())
+    if isinstance(value, list):
+        return all(_texts(below) for below in value)
+    if isinstance(value, str):
+        return is_text(value)
+    return not isinstance(value, int) or abs(value) < 10**20
+
+
 def check_tree(specs: Collection[TensorSpec]) -> None:
     """Raises TreeError unless a manifest can describe a tree of such tensors."""
     for spec in specs:
@@ -372,6 +406,10 @@ def _validate(m: Manifest) -> None:
     _need(_int(m.version, 0, names.MAX_VERSION), "version")
     _need(m.kind in KINDS, "kind")
     _need(m.step is None or _int(m.step, 0), "step")
+    try:
+        check_meta(m.meta)
+    except (TypeError, ValueError) as error:
+        raise FormatError(f"{_KIND}: meta: {error}") from None
     _need(type(m.created) in (int, float) and 0 <= m.created <= MAX_INT, "created")
     known = _KNOWN_OF_ANCHORS if m.kind == "anchor" else _KNOWN_OF_DELTAS
     for field, only in known.items():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from jdelta.errors import CorruptError, FormatError, TreeError
 from jdelta.wire import digest as digests
@@ -22,6 +23,7 @@ class State:
         run: The run it belongs to.
         id: The version.
         step: The trainer's step, if it was told.
+        meta: The user's own words on it.
         specs: Name, dtype and shape of every tensor, shared along a chain.
         digests: Every tensor's digest.
         digest: The version's.
@@ -30,6 +32,7 @@ class State:
     run: str
     id: VersionId
     step: int | None
+    meta: Mapping[str, Any]
     specs: Mapping[str, TensorSpec]
     digests: Mapping[str, int]
     digest: int
@@ -41,6 +44,7 @@ class State:
             run=anchor.run,
             id=anchor.id,
             step=anchor.step,
+            meta=anchor.meta,
             specs={
                 name: TensorSpec(name, entry.dtype, entry.shape)
                 for name, entry in anchor.whole.items()
@@ -55,6 +59,7 @@ class State:
         run: str,
         vid: VersionId,
         step: int | None,
+        meta: Mapping[str, Any],
         specs: Mapping[str, TensorSpec],
         digests: Mapping[str, int],
     ) -> State:
@@ -63,6 +68,7 @@ class State:
             run=run,
             id=vid,
             step=step,
+            meta=meta,
             specs=specs,
             digests=digests,
             digest=version_digest((spec, digests[n]) for n, spec in specs.items()),
@@ -84,7 +90,11 @@ class State:
         return sum(spec.size for spec in self.specs.values())
 
     def then(
-        self, vid: VersionId, step: int | None, changed: Mapping[str, int]
+        self,
+        vid: VersionId,
+        step: int | None,
+        meta: Mapping[str, Any],
+        changed: Mapping[str, int],
     ) -> State:
         """The version after it, in which some tensors have other digests."""
         digest = self.digest
@@ -96,6 +106,7 @@ class State:
             run=self.run,
             id=vid,
             step=step,
+            meta=meta,
             specs=self.specs,
             digests={**self.digests, **changed},
             digest=digest,
@@ -129,7 +140,10 @@ class State:
                     f"{name!r} ({spec})"
                 )
         found = self.then(
-            delta.id, delta.step, {n: e.digest for n, e in delta.changes.items()}
+            delta.id,
+            delta.step,
+            delta.meta,
+            {n: e.digest for n, e in delta.changes.items()},
         )
         if found.digest != delta.digest:
             raise CorruptError(

@@ -592,7 +592,7 @@ def test_an_alternate_anchor_of_other_weights(run, tmp_path):
     chain.latest()
     genuine = chain.state(VersionId(1, 3))
     for digests in (full_digests(bits), genuine.digests):
-        state = State.new(genuine.run, genuine.id, 3, genuine.specs, digests)
+        state = State.new(genuine.run, genuine.id, 3, {}, genuine.specs, digests)
         with encode_anchor(bits, state, run.bucket, alternate=True) as attempt:
             for name, data in attempt.objects:
                 run.bucket.put(name, data)

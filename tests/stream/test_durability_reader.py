@@ -66,7 +66,7 @@ def test_every_yields_versions_before_an_anchor_kind_too(
     trainer, tools, bucket, reader
 ):
     versions(trainer, bucket, 3)
-    trainer.train()  # not published: the next publisher writes an anchor
+    trainer.train(1.0)  # not published, and much: the next starts with an anchor
     versions(trainer, bucket, 2)
     assert load(bucket, 4)[1].kind == "anchor"
     sub = reader()

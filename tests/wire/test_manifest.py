@@ -35,6 +35,7 @@ def _manifest(**changes):
         "kind": "delta",
         "base": VersionId(1, 16),
         "step": 340,
+        "meta": {"lr": 3e-6, "ünï": [1, None, True]},
         "created": 1764547200.5,
         "objects": (
             ObjectRef("deltas/e000002-v0000000017/00000.safetensors", 300, _SHA),
@@ -174,6 +175,13 @@ _REF = ObjectRef("a/b.safetensors", 300, _SHA)
         ({"step": -1}, "step"),
         ({"step": 1 << 64}, "step"),
         ({"step": 1.0}, "step"),
+        ({"meta": None}, "meta"),
+        ({"meta": []}, "meta"),
+        ({"meta": {"a": "x" * 4096}}, "meta: .* at most 4096"),
+        ({"meta": {"a": float("nan")}}, "meta"),
+        ({"meta": {"a": object()}}, "meta"),
+        ({"meta": {"\ud800": 1}}, "meta"),
+        ({"meta": {"a": 10**20}}, "meta"),
         ({"created": float("nan")}, "created"),
         ({"created": float("inf")}, "created"),
         ({"created": -1.0}, "created"),
@@ -310,6 +318,7 @@ _VALID = {
     ("run",): "x",
     ("created",): 1.5,
     ("objects", 0, "name"): "x",
+    ("meta",): {},
     ("tensors",): {},  # nothing changed
     ("tensors", "layers.0.w"): ...,  # another does
 }
@@ -370,8 +379,8 @@ def test_a_delta_costs_what_changed_not_what_there_is():
     specs = {
         f"layers.{i}.w": TensorSpec(f"layers.{i}.w", "BF16", (4,)) for i in range(9)
     }
-    state = State.new("r", VersionId(1, 0), 0, specs, dict.fromkeys(specs, 5))
-    then = state.then(VersionId(1, 1), 1, {"layers.3.w": 6})
+    state = State.new("r", VersionId(1, 0), 0, {}, specs, dict.fromkeys(specs, 5))
+    then = state.then(VersionId(1, 1), 1, {}, {"layers.3.w": 6})
     manifest = _manifest(
         run="r",
         epoch=1,
@@ -401,13 +410,13 @@ def test_a_delta_costs_what_changed_not_what_there_is():
 )
 def test_a_delta_that_does_not_lead_on_is_refused(changes, error):
     specs = {"w": TensorSpec("w", "BF16", (4,))}
-    state = State.new("r", VersionId(1, 0), 0, specs, {"w": 5})
+    state = State.new("r", VersionId(1, 0), 0, {}, specs, {"w": 5})
     fields = {
         "run": "r",
         "epoch": 1,
         "version": 2,
         "base": state.id,
-        "digest": state.then(VersionId(1, 2), 0, {"w": 6}).digest,
+        "digest": state.then(VersionId(1, 2), 0, {}, {"w": 6}).digest,
         "tensors": {"w": ChangedTensor(1, 6, (0,))},
     }
     assert state.after(_manifest(**fields)).digests == {"w": 6}
